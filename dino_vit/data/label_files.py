@@ -64,7 +64,17 @@ def read_entries(
         entries = _table_entries(path, _rows(path, text), labels_needed)
     else:
         entries = _text_entries(text)
+    entries = _in_unicode(path, entries)
     return _split_cells(entries) if several else entries
+
+
+def _in_unicode(path: str, entries: Iterable[Entry]) -> Iterator[Entry]:
+    """Yield entries whose labels are text in UTF-8, as Excel's plain CSV is not: a ü would be `\\xfc`."""
+    for entry in entries:
+        if entry.label and any("\udc80" <= letter <= "\udcff" for letter in entry.label):
+            text = f"the label '{brief(printable(entry.label), 100)}' is not in UTF-8"
+            raise ValueError(f"{path}, line {entry.line}: {text}; save it in UTF-8, in Excel as 'CSV UTF-8'")
+        yield entry
 
 
 def _text_entries(text: str) -> Iterator[Entry]:

@@ -4,7 +4,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.data.label_files import find_entry, read_table
-from dino_vit.data.labels import NO_LABELS
+from dino_vit.data.open import LISTS
+from dino_vit.data.paths import suffix_of
+from dino_vit.data.remote import local_path
 from dino_vit.eval.sets import LabelledSubset
 
 GIVEN, RANDOM = "given", "random"
@@ -15,11 +17,11 @@ _GROUP = "group:"  # of images that were labelled at once, as they are nearly th
 Origins = NDArray[np.str_]
 
 
-def read_origins(path: str | None, labelled: LabelledSubset) -> Origins:
-    """Return the origin of the label of each image of a subset."""
-    if path in (None, NO_LABELS):
+def read_origins(images: str, labels: str | None, labelled: LabelledSubset) -> Origins:
+    """Return the origin of the label of each image of a subset, by its file of labels or its list."""
+    if labels is None and suffix_of(images) not in LISTS:
         return np.full(len(labelled), GIVEN)
-    table = read_table(path, False)
+    table = read_table(labels or local_path(images), False)
     entries = [find_entry(table, labelled.source, index) for index in labelled.indices.tolist()]
     return np.array([(entry and entry.origin) or GIVEN for entry in entries])
 

@@ -13,7 +13,7 @@ from dino_vit.config.sections import BASELINES
 from dino_vit.core import log
 from dino_vit.core.text import plural
 from dino_vit.eval.cross_validation import FOLDS
-from dino_vit.eval.origins import Origins, join_groups, read_origins
+from dino_vit.eval.origins import Origins, join_groups
 from dino_vit.eval.sets import LabelledFeatures, LabelledSubset, Rows
 from dino_vit.features.frozen import FrozenBackbone
 from dino_vit.features.readings import (
@@ -101,7 +101,11 @@ def choose_readings(config: PredictConfig, frozen: FrozenBackbone, images: int) 
 
 
 def pool_features(
-    config: PredictConfig, frozen: FrozenBackbone, learned: LabelledSubset, others: LabelledSubset
+    config: PredictConfig,
+    frozen: FrozenBackbone,
+    learned: LabelledSubset,
+    others: LabelledSubset,
+    origins: Origins,
 ) -> PooledFeatures:
     """Compute the features of all images of a source, which are cached whichever of them have labels."""
     is_apart = learned.source is not others.source
@@ -118,14 +122,14 @@ def pool_features(
         found = kept[rows]
     if not len(to_label):
         raise ValueError(f"none of {len(others):,} images can be read")
-    readable = learned.part(np.isin(learned.indices, found), learned.name)
+    readable = np.isin(learned.indices, found)
     return PooledFeatures(
         frozen=frozen,
         spec=spec,
         readings=readings,
         features=torch.from_numpy(values).to(frozen.device),
-        learned=readable,
-        origins=read_origins(config.labels, readable),
+        learned=learned.part(readable, learned.name),
+        origins=origins[readable],
         rows=torch.from_numpy(rows).to(frozen.device),
         others=torch.from_numpy(to_label).to(frozen.device),
         indices=kept[to_label],

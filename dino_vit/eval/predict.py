@@ -26,6 +26,7 @@ from dino_vit.data.labels import NO_LABELS
 from dino_vit.data.open import open_source
 from dino_vit.eval.classifier_training import TrainedClassifier, train_classifier
 from dino_vit.eval.label_table import summarise, sure_rows, tabulate, with_given, write_table
+from dino_vit.eval.origins import read_origins
 from dino_vit.eval.pooled import pool_features
 from dino_vit.eval.results import to_jsonable, write_results
 from dino_vit.eval.sets import (
@@ -88,6 +89,9 @@ def run(config: PredictConfig) -> LabelPredictions:
     check_weights(config.weights)
     learned, images = agree("images", lambda: open_images(config), _describe_images)
     names = images.source.distinct_names(range(len(images.source)))
+    origins = np.array([], np.str_)  # read now, as the file of labels may be another after hours of work
+    if learned is not None:
+        origins = read_origins(config.train or config.source, config.labels, learned)
     output = files.get("table")
     if output and output.suffix == ".csv" and images.task == "multilabel":
         _refuse_separators(images.classes, output)
@@ -98,7 +102,7 @@ def run(config: PredictConfig) -> LabelPredictions:
         values, indices = joined_features(frozen, images.source, spec=spec, title=title)
         queries = torch.from_numpy(values).to(frozen.device)
     else:
-        pool = pool_features(config, frozen, learned, images)
+        pool = pool_features(config, frozen, learned, images, origins)
         fitted = train_classifier(pool)
         queries, indices = pool.select(fitted.classifier.facts.tokens, pool.others), pool.indices
     facts = fitted.classifier.facts

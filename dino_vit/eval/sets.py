@@ -71,7 +71,7 @@ class LabelledSubset:
     def folds(self, count: int, seed: int, *, join: Callable[[Rows], Rows] | None = None) -> Rows:
         """Return the fold of each image, by blocks of neighbours in the order of their names.
 
-        With `join` each run of photos is in one fold, and it joins some of the runs (n,) to one.
+        With `join` each run of photos with the same labels is in one fold; it joins some runs (n,) to one.
         """
 
         def name(row: int) -> str:
@@ -79,8 +79,8 @@ class LabelledSubset:
 
         series = (series_of(name(row)) for row in range(len(self)))
         classes = self.targets.tolist() if self.task == "multiclass" else None
-        names = map(name, range(len(self)))
-        runs = join(find_runs([*names], len(self.source), classes)) if join else None
+        alike = np.unique(self.targets, axis=0, return_inverse=True)[1].ravel().tolist() if join else []
+        runs = join(find_runs([*map(name, range(len(self)))], len(self.source), alike)) if join else None
         return choose_folds(series, count, seed, lambda row: numbers_of(name(row)), classes, runs)
 
     def require_two_classes(self) -> None:

@@ -269,6 +269,16 @@ def test_a_file_that_is_no_text_is_no_list(data: bytes, reason: str) -> None:
         read_entries("labels.csv", data, labels_needed=True)
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_a_label_in_the_letters_of_a_spreadsheet_is_refused_by_its_line(tmp_path, several):
+    path = tmp_path / "few.csv"
+    path.write_bytes("name;label\r\nKäse 1.jpg;Wein\r\nb.jpg;Käse\r\n".encode("cp1252"))
+    with pytest.raises(ValueError, match=r"line 3: the label 'K\\xe4se' is not in UTF-8; save it in UTF-8"):
+        read_table(str(path), several)
+    path.write_bytes("name;label\r\nKäse 1.jpg;Wein\r\n".encode("cp1252"))
+    assert [*read_table(str(path), several)] == [r"K\xe4se 1.jpg"], "a file may be called by any bytes"
+
+
 @pytest.mark.parametrize("title", ["name", "photo"])
 def test_origins_are_read_whatever_the_column_of_names_is_called(tmp_path, title):
     (tmp_path / "few.csv").write_text(f"{title},label,origin\na.jpg,cat,random\nb.jpg,dog,\n")

@@ -1,15 +1,17 @@
 """Images that are split by us: neighbours stay together, and every series is on both sides."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from dino_vit.config.settings import Task
+from dino_vit.data.synthetic import make_textures
 from dino_vit.eval.holdout import STRETCHES, choose_folds, find_runs, numbers_of, series_of
 from dino_vit.eval.linear import hold_out
-from dino_vit.eval.sets import LabelledFeatures
+from dino_vit.eval.sets import LabelledFeatures, LabelledSubset
 
 
 def series(names):
@@ -119,6 +121,15 @@ def test_numbers_that_follow_by_chance_are_no_long_runs(labelled, longest, kinds
     classes = (random.integers(0, 20, 2000) if kinds is None else kinds)[rows].tolist()
     runs = find_runs([f"IMG_{row:04d}.jpg" for row in rows], 2000, classes)
     assert np.bincount(runs).max() <= longest
+
+
+def test_photos_with_several_labels_are_a_burst_only_where_these_are_the_same():
+    source = replace(make_textures(length=240), names=lambda row: f"{row:03}.png")
+    targets = np.array([[row % 3 == 0, row % 2, row >= 50] for row in range(60)], np.float32)
+    images = LabelledSubset("", source, np.arange(60), targets, ("a", "b", "c"), "multilabel")
+    assert len({*images.folds(10, 0, join=lambda found: found).tolist()}) == 10
+    same = replace(images, targets=np.ones_like(targets))
+    assert len({*same.folds(10, 0, join=lambda found: found).tolist()}) == 1
 
 
 def test_folders_that_each_start_from_one_have_no_runs():

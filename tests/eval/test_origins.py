@@ -4,9 +4,14 @@ import csv
 
 import numpy as np
 import pytest
+import torch
 
 import dino_vit
+from dino_vit.eval import predict
+from dino_vit.eval.classifier_training import describe_training
+from dino_vit.eval.cross_validation import Candidate, Trials
 from dino_vit.eval.origins import join_groups, may_judge
+from dino_vit.eval.sets import LabelledFeatures
 from tests.support.coloured_photos import COLOURS, IMAGES
 
 SETTINGS = {"precision": "no", "verbose": False}
@@ -86,3 +91,41 @@ def test_what_was_picked_by_its_guess_chooses_the_classifier_but_is_no_figure(ph
     )
     assert found.details["classifier"] == given.details["classifier"]
     assert found.labels == given.labels
+
+
+def test_the_origins_of_a_list_of_images_count_too(photos, weights):
+    few = write(photos, lambda row: "corrected" if row < 8 else "random")
+    listed = (photos / "photos" / "list.csv", photos / "photos" / "labelled.csv")
+    more = "".join(f"{row:03}.png,,\n" for row in range(3 * IMAGES // 4, IMAGES))
+    for path, rows in zip(listed, (more, ""), strict=True):
+        path.write_text(few.read_text() + rows)
+    given = dino_vit.predict(photos / "photos", weights, labels=few, **SETTINGS)
+    found = dino_vit.predict(listed[0], weights, **SETTINGS)
+    assert found.columns["origin"] == given.columns["origin"]
+    assert str(found).splitlines()[0] == str(given).splitlines()[0]
+    apart = dino_vit.predict(photos / "photos", weights, train=listed[1], **SETTINGS)
+    assert apart.details["cross_validated"]["images"] == 3 * IMAGES // 4 - 8
+
+
+def test_labels_that_are_replaced_meanwhile_leave_the_table_as_it_was_read(photos, weights, monkeypatch):
+    few = write(photos, lambda row: "random")
+    pool_features = predict.pool_features
+
+    def pool(*arguments):
+        few.write_text("name,label\n000.png,blue\n")
+        return pool_features(*arguments)
+
+    monkeypatch.setattr(predict, "pool_features", pool)
+    found = dino_vit.predict(photos / "photos", weights, labels=few, **SETTINGS)
+    assert found.columns["origin"].count("random") == 3 * IMAGES // 4
+    assert found.details["cross_validated"]["images"] == 3 * IMAGES // 4
+
+
+def test_exactly_right_labels_are_counted_among_the_images_that_may_judge():
+    targets = (torch.rand(40, 3, generator=torch.Generator().manual_seed(0)) > 0.5).float()
+    judges = torch.arange(40) >= 10
+    scores = torch.where(judges[:, None], 2 * targets - 1, 1 - 2 * targets)  # wrong about all others
+    folds, tried = torch.arange(40) % 5, [Candidate("k-NN", 1)]
+    trials = Trials(tried, [scores], targets, "multilabel", folds, torch.ones_like(judges), range(40), judges)
+    train = LabelledFeatures(torch.zeros(40, 1), targets, np.arange(40), ("a", "b", "c"), "multilabel")
+    assert describe_training(train, trials, {})[0].startswith("About 100 of 100 images will get exactly")
