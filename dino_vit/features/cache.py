@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -36,10 +35,6 @@ from dino_vit.features.batches import (
 )
 from dino_vit.features.frozen import FrozenBackbone, check_finite
 from dino_vit.models.backbone import CLS, FeatureSpec
-
-if TYPE_CHECKING:
-    pass
-
 
 _VERSION = 6  # of the files, and of how images are prepared
 NOT_CACHED = (

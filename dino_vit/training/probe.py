@@ -1,4 +1,4 @@
-"""Time the parts of a step on this device; `config/cost.py` puts a step of any network together from them."""
+"""Time the parts of a step on this device; `config/length.py` puts a step of any network together."""
 
 import time
 from collections.abc import Callable
