@@ -184,6 +184,9 @@ def _read_hub_facts(weights: Path) -> dict[str, Any]:
         return {}
     where = str(weights.with_name(CONFIG))
     config = check(HubFacts, stated, where)
+    if not config.architecture and not weights.with_name(PROCESSOR).is_file():
+        text = "%s has no %s: images are normalised by ImageNet's mean and std, and sized by config.json"
+        log.warning(text, weights.parent, PROCESSOR)
     timm, arguments = config.pretrained_cfg or PretrainedCfg(), config.model_args or {}
     channels, *size = timm.input_size or (None,)
     facts = {

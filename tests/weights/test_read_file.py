@@ -162,6 +162,15 @@ def test_weights_in_several_files(tmp_path):
             load_backbone(index)
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_a_processor_that_is_missing_is_said(tmp_path, caplog, known):
+    ViTModel(ViTConfig(**HF_VIT), add_pooling_layer=False).save_pretrained(tmp_path)
+    if known:
+        (tmp_path / "preprocessor_config.json").write_text('{"image_mean": [0.1, 0.2, 0.3]}')
+    assert load_backbone(tmp_path).provenance.mean == ((0.1, 0.2, 0.3) if known else None)
+    assert ("has no preprocessor_config.json" in caplog.text) != known
+
+
 @pytest.mark.parametrize(
     ("processor", "size"),
     [
