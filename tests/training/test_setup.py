@@ -132,7 +132,7 @@ def test_recipe_auto_says_what_it_chose_and_why(tmp_path):
     assert ": 1 process on cpu, precision no, 0 workers, global batch " in short[0]
     (columns,) = [line for line in short if line.startswith("columns of the log: ")]
     assert "docs/" not in columns, "a wheel has no docs"
-    table = (ROOT / "docs/start/watch.md").read_text().split("## The lines of the log")[1]
+    table = (ROOT / "docs/start/watch.md").read_text().split("| in the log | meaning |")[1]
     explained = re.findall(r"(?:: |; )([\w ]+): ", columns)
     assert explained == ["loss", "wait", "eta"]
     assert all(f"| `{column}` |" in table for column in explained)
