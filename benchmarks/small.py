@@ -11,7 +11,7 @@ As many runs go at a time as there are cores for. One that has ended is judged a
 on where it was. Judged by k-NN (k = 20) and a logistic regression, with 10,000 training images in the bank
 and 2,000 test images, or with all (--whole); no run has seen a label. What decides between recipes is what a
 user gets: the mean of k-NN of CLS token and cells, levelled, and of what `predict` makes of 200 labels: how
-many of 100 of the other 1,800 training images it labels rightly. The note of the first table says it.
+many of 100 others, of 2,000 training images, it labels rightly. The note of the first table says it.
 """
 
 from __future__ import annotations
