@@ -20,6 +20,7 @@ from torch import Tensor
 from dino_vit.config.commands import side_by_side
 from dino_vit.config.constructors import build
 from dino_vit.config.sections import BASELINES
+from dino_vit.config.settings import ConfigError
 from dino_vit.core import Size, height_width, log
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.storage import (
@@ -170,7 +171,8 @@ def _own_facts(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     try:
         config = build(record, facts["architecture"])
     except (TypeError, ValueError) as error:
-        raise WeightsError(f"{where} describes no backbone that is supported: {error}") from None
+        problems = "; ".join(error.problems) if isinstance(error, ConfigError) else error
+        raise WeightsError(f"{where} describes no backbone that is supported: {problems}") from None
     return {**facts, "architecture": {name: getattr(config, name) for name in facts["architecture"]}}
 
 

@@ -58,6 +58,7 @@ def test_an_export_runs_no_text(format, tmp_path):
         ({"architecture": {"depth": 10**9}}, "depth = 1000000000: must be less than or equal to 1000"),
         ({"architecture": {"image_size": 10**9}}, "image_size = 1000000000: must be less than or"),
         ({"architecture": {"heads": 0}}, "heads = 0: must be greater than or equal to 1"),
+        ({"architecture": {"depth": 0, "heads": 0}}, "depth = 0: must be .*; heads = 0: must be"),
         ({"architecture": {"name": ["resnet18"]}}, "got an unexpected keyword argument"),
         ({"architecture": {"later": 1}}, "got an unexpected keyword argument 'later'"),
         ({"architecture": None}, "architecture is missing"),
