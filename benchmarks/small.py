@@ -258,9 +258,8 @@ def judge_job(job: Job, folders: Mapping[str, Path], judged: Judged = JUDGED) ->
     few = sets[0][0].subset(sets[0][1][:OF])
     with tempfile.TemporaryDirectory() as folder:
         for title, figures in found.items():
-            weights = title
+            weights = f"{folder}/{title}.safetensors" if title in networks else title
             if title in networks:
-                weights = f"{folder}/{title}.safetensors"
                 save_backbone(networks[title], weights, mean=transform.mean, std=transform.std)
             figures[READ[1]] = predicted(few, weights, folder)
     return found
