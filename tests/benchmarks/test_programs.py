@@ -16,6 +16,7 @@ from benchmarks.__main__ import RESULTS
 from benchmarks.input import MEAN, STD, Photos, published_views, tensor_views
 from benchmarks.measure import Result
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.data.open import open_source
 from tests.support.image_sets import write_parquet
 from tests.support.runs import TINY as SETTINGS
 
@@ -108,6 +109,17 @@ def test_small_sets_are_trained_and_judged(tmp_path: Path, monkeypatch: pytest.M
     assert others.rows[0].name == "flowers: k-NN of CLS + cells, levelled"
     predicted = next(row for row in others.rows if row.name == "flowers: predict, 200 labels")
     assert predicted.speed.keys() == {"trained", "untrained", "pixels", "edges"}
+
+
+def test_labels_that_predict_gets_right_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(60):
+        name = "turned" if number % 2 else "upright"
+        path = tmp_path / "photos" / name / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.linear_gradient("L").resize((32, 32)).rotate(90 * (number % 2)).save(path)
+    monkeypatch.setattr(small, "LABELS", 20)
+    photos = open_source(str(tmp_path / "photos"))
+    assert small.predicted(photos, "pixels", str(tmp_path / "cache")) == 100
 
 
 def test_a_race_is_drawn(tmp_path: Path) -> None:
