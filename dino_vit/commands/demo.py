@@ -46,6 +46,7 @@ def run(config: DemoConfig) -> DemoResult:
         f"  dino-vit linear synthetic:2000 {quote(str(folder))}  # a linear classifier on the features",
         *(["  dino-vit demo  # a longer run"] if config.quick else []),
         "  dino-vit pretrain photos runs/photos recipe=auto budget.minutes=10  # photos: a folder of yours",
+        "  dino-vit label photos runs/photos  # a page to label them by",
     ]
     return DemoResult(folder=folder, knn=knn, text="\n".join(lines))
 

@@ -52,7 +52,7 @@ def describe_training(
         if trials.tested.any():
             return [f"{text} images that were not picked by their guesses, as the random ones of `label`"]
         return [f"{text} two or more images of a class, not taken one after the other"]
-    judging, count = trials.targets[trials.judged], int((trials.judged & trials.tested).sum())
+    judging, count = trials.targets[trials.judged], int(trials.tested_judges.sum())
     by_neighbours = {"k-NN": of_kinds(trials, VOTE).figure}
     by_neighbours |= {f"of {name}": each for name, each in baselines.items()}
     others = [f"{name} {each.value:.1f} %" for name, each in by_neighbours.items() if each]
@@ -103,7 +103,7 @@ def _sure_ones(trials: Trials, temperature: float | None) -> Iterator[str]:
 
 def _weak_classes(learned: LabelledFeatures, trials: Trials) -> Iterator[str]:
     """Name the classes with few labels, those that cannot be tested, and those that are mostly wrong."""
-    targets, size, rows = learned.targets, len(learned.classes), trials.judged & trials.tested
+    targets, size, rows = learned.targets, len(learned.classes), trials.tested_judges
     counts = targets.bincount(minlength=size) if targets.ndim == 1 else targets.sum(dim=0).long()
     named = dict(zip(learned.classes, counts.tolist(), strict=True))
     few = sorted((count, name) for name, count in named.items() if count < FEW_OF_CLASS)
@@ -111,9 +111,8 @@ def _weak_classes(learned: LabelledFeatures, trials: Trials) -> Iterator[str]:
     if learned.task == "multiclass":
         tests = trials.targets[rows].bincount(minlength=size).tolist()
         right = trials.targets[rows & trials.right].bincount(minlength=size).tolist()
-        scored = [
-            each for each in zip(right, tests, learned.classes, strict=True) if named[each[2]] >= FEW_OF_CLASS
-        ]
+        by_class = zip(right, tests, learned.classes, strict=True)
+        scored = [each for each in by_class if named[each[2]] >= FEW_OF_CLASS]
         # Photos taken one after the other are held out together, as those that were labelled at once.
         untested = {*untested_classes(learned, trials)} & {name for *_, name in scored}
         groups["that cannot be tested, as their photos were taken or labelled together"] = sorted(untested)
@@ -163,7 +162,7 @@ def choose(
 ) -> Choice:
     """Return the best candidate, with how good its labels will be, and what it is."""
     best, temperature = trials.best(trials.tested), None
-    if int((trials.judged & trials.tested).sum()) >= FEW:
+    if int(trials.tested_judges.sum()) >= FEW:
         fair = torch.from_numpy(~was_picked(origins)).to(trials.tested)[trials.rows] & trials.tested
         temperature = float(calibrate(trials.scores[best][fair], trials.targets[fair], trials.task, Z))
     candidate = trials.tried[best]

@@ -78,6 +78,11 @@ class Trials:
         """Which images the figures are of: all that may judge, (n,)."""
         return torch.ones_like(self.tested) if self.judges is None else self.judges
 
+    @property
+    def tested_judges(self) -> Tensor:
+        """Which images that may judge can also be tested, (n,)."""
+        return self.judged & self.tested
+
     @cached_property
     def hits(self) -> Tensor:
         """Whether each candidate predicts the class, or all labels, of each image: (candidates, n).
@@ -132,7 +137,7 @@ class Trials:
     @cached_property
     def figure(self) -> Figure | None:
         """The accuracy, or mAP, of what is chosen so; None if no image can be tested."""
-        if not (self.judged & self.tested).any():
+        if not self.tested_judges.any():
             return None
         if self.task == "multiclass":
             return widened(accuracy(int(self.right[self.judged].sum()), int(self.judged.sum())))

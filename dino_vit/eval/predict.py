@@ -29,12 +29,7 @@ from dino_vit.eval.label_table import summarise, sure_rows, tabulate, with_given
 from dino_vit.eval.origins import read_origins
 from dino_vit.eval.pooled import pool_features
 from dino_vit.eval.results import to_jsonable, write_results
-from dino_vit.eval.sets import (
-    LabelledSubset,
-    count_shared,
-    images_to_label,
-    open_subset,
-)
+from dino_vit.eval.sets import LabelledSubset, count_shared, images_to_label, open_subset
 from dino_vit.eval.wrong_labels import Doubts
 from dino_vit.features.frozen import FrozenBackbone, frozen_backbones
 from dino_vit.features.readings import joined_features

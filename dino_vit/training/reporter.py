@@ -246,7 +246,7 @@ def describe_baseline(state: TrainingState, baseline: Baseline) -> str:
     return (
         f"before the first step, {describe_knn(baseline)} (%): {network} {baseline.knn:.1f} by the "
         f"CLS token, {baseline.levelled_knn:.1f} by CLS and levelled cells; "
-        f"without a network: {guesses}"
+        f"without a network, levelled if better: {guesses}"
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torchvision.transforms.functional import pil_to_tensor
 
-from benchmarks import knn, peer, small, step
+from benchmarks import judging, knn, peer, small, step
 from benchmarks.__main__ import RESULTS
 from benchmarks.input import MEAN, STD, Photos, published_views, tensor_views
 from benchmarks.measure import Result
@@ -100,7 +100,7 @@ def test_small_sets_are_trained_and_judged(tmp_path: Path, monkeypatch: pytest.M
     given += ["--config", str(tmp_path / "tiny.yaml"), "--runs", str(tmp_path / "runs")]
     given += ["--out", str(tmp_path / "out.json"), *short, *tiny]
     monkeypatch.setattr(sys, "argv", ["small", *given])
-    monkeypatch.setattr(small, "LABELS", 20)
+    monkeypatch.setattr(judging, "LABELS", 20)
     small.main()
     neighbours, others = Result.read(tmp_path / "out.json").tables
     assert [row.name for row in neighbours.rows] == ["flowers: k-NN", "flowers-grey: k-NN"]
@@ -117,9 +117,9 @@ def test_labels_that_predict_gets_right_are_counted(tmp_path: Path, monkeypatch:
         path = tmp_path / "photos" / name / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.linear_gradient("L").resize((32, 32)).rotate(90 * (number % 2)).save(path)
-    monkeypatch.setattr(small, "LABELS", 20)
+    monkeypatch.setattr(judging, "LABELS", 20)
     photos = open_source(str(tmp_path / "photos"))
-    assert small.predicted(photos, "pixels", str(tmp_path / "cache")) == 100
+    assert judging.predicted(photos, "pixels", str(tmp_path / "cache")) == 100
 
 
 def test_a_race_is_drawn(tmp_path: Path) -> None:

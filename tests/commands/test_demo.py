@@ -44,13 +44,14 @@ def test_the_demo_shows_what_it_learned_and_resumes(tmp_path, small, capsys):
     assert capsys.readouterr().out == output
     assert main([*command, "--quick"]) == 0  # in a folder of its own
     assert str(tmp_path / "a run" / "quick" / "report.html") in capsys.readouterr().out
-    printed = [shlex.split(line, comments=True)[1:] for line in output.splitlines()[-2:]]
-    linear, pretrain = (
+    printed = [shlex.split(line, comments=True)[1:] for line in output.splitlines()[-3:]]
+    linear, pretrain, label = (
         config_from(parse_arguments(build_parser(argv), argv), COMMANDS[argv[0]].config_class)
         for argv in printed
     )
     assert linear.weights == str(tmp_path / "a run")
     assert pretrain.budget.minutes == 10
+    assert (label.source, label.weights) == (pretrain.data.source, pretrain.output)
 
 
 def test_the_recipes_come_with_the_package():

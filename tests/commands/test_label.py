@@ -104,15 +104,17 @@ def test_labels_so_far_keep_their_origins_and_cover_their_clusters(label, tmp_pa
 
 @pytest.mark.parametrize("name", ["rest.csv", "rest.parquet"])
 def test_guesses_are_those_of_predict_the_least_sure_first(label, colours, tmp_path, name):
-    few = list(colours[1].items())[20:36]
-    write_rows(tmp_path / "few.csv", [("name", "label"), *few])
+    few, unsure = list(colours[1].items())[20:36], [*colours[1]][40]
+    write_rows(tmp_path / "few.csv", [("name", "label", "origin"), *few, (unsure, "", "unsure")])
     predicted = dino_vit.predict("photos", "pixels", labels="few.csv", output=name, verbose=False)
     data = label(labels="few.csv", guesses=name)
     by_name = dict(
         zip(predicted.names, zip(predicted.labels, predicted.confidence, strict=True), strict=True)
     )
+    assert unsure in by_name
+    assert data["given"][data["names"].index(unsure)] == ["", "unsure"], "also with a guess"
     for shown, guess in zip(data["names"], data["guesses"], strict=True):
-        assert (guess is None) == (shown in dict(few))
+        assert (guess is None) == (shown in {**dict(few), unsure: ""})
         if guess:
             assert guess == [by_name[shown][0], pytest.approx(by_name[shown][1])]
     least = sorted(range(len(predicted.names)), key=lambda row: predicted.confidence[row])[:3]

@@ -184,7 +184,7 @@ def test_guesses_are_checked_by_label_and_one_by_one_and_by_chance(page):
     sentence = f"{right} of 10 random images are labelled right ({low} to {high} %)"
     assert text_of(page.browser, ".learned") == sentence
     view = text_of(page.browser, "#view")
-    assert f"Expect {100 - high} to {100 - low} wrong ones among 100 guesses." in view
+    assert f"Expect {100 - high} to {100 - low} wrong ones among 100 guesses before your corrections." in view
     assert "with fewer than 10 random images: too few to say" in view
     assert "Good enough? Then predict once more" in view
     assert f"output={rest} overwrite=true labels=few-5.csv" in view

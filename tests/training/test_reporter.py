@@ -140,7 +140,7 @@ def test_the_figures_before_the_first_step_stand_beside_those_without_a_network(
     assert describe_baseline(run, Baseline(knn=22.5, levelled_knn=25.5, pixels=45.0, chance=10.0)) == (
         "before the first step, k-NN accuracy on images, each labelled by those most similar to it (%): "
         "untrained network 22.5 by the CLS token, 25.5 by CLS and levelled cells; without a "
-        "network: pixels 45.0, chance 10.0"
+        "network, levelled if better: pixels 45.0, chance 10.0"
     )
     rank = describe_baseline(run, Baseline(rankme=9.0))
     assert rank == "before the first step the network tells images apart in about 9 ways (effective rank)"
