@@ -108,7 +108,7 @@ def test_settings_exist_and_take_what_is_given(page, trained):
 
 
 def test_the_map_names_every_module():
-    _, *parts = re.split(r"\n\*\*`(\w+)/`", ARCHITECTURE.split("\n## ")[1])
+    _, *parts = re.split(r"\n\*\*`(\w+)/`", ARCHITECTURE.split("\n## ")[2])
     texts = dict(zip(parts[::2], parts[1::2], strict=True))
     folders = {path.name for path in (ROOT / "dino_vit").iterdir() if path.is_dir()} - {"__pycache__"}
     assert texts.keys() == folders
@@ -146,7 +146,7 @@ def test_the_recipe_has_our_defaults():
 
 
 def test_the_recipe_says_all_that_auto_fills():
-    table = PAGES["recipe"].split("What `recipe=auto` fills in")[1].split("```")[0]
+    table = PAGES["recipe"].split("What `recipe=auto` fills in")[1].split("\n\n")[2]
     alike = {"size": 100, "likeness": 0.5}
     runs = [run_of("recipe=auto"), run_of("recipe=auto", channels=5), run_of("recipe=auto", **alike)]
     runs.append(run_of("recipe=auto", "views.global_size=48", "budget.steps=1000", **alike))
