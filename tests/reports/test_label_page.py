@@ -226,6 +226,23 @@ def test_what_was_done_is_kept_and_files_are_numbered(page):
     assert not page.ask(closes), "the browser asks"
 
 
+def test_what_is_labelled_in_another_tab_is_not_lost(page):
+    page.open()
+    page.show("Label")
+    page.label(2)
+    first, address = page.browser.current_window_handle, page.browser.current_url
+    page.browser.switch_to.new_window("tab")
+    page.browser.get(address)
+    page.show("Label")
+    page.label(2)
+    page.browser.execute_script("page.answers.changed = false")
+    page.browser.close()
+    page.browser.switch_to.window(first)
+    assert page.ask("document.querySelector('.count').textContent") == "4 labelled, not saved yet"
+    page.label(1)
+    assert len(page.save("few.csv")) == 5
+
+
 def test_a_key_is_of_the_same_label_on_the_next_page(page):
     page.open()
     page.show("Label")

@@ -20,9 +20,13 @@ class Answers {
     this.sample = new Set(data.sample);
     const groups = [...data.given, ...data.others.map((row) => row.slice(1))].map((row) => /^group:(\d+)$/.exec(row?.[1])?.[1]);
     this.groups = Math.max(0, ...groups.filter(Boolean).map(Number));
-    [this.actions, this.saves, this.changed] = [[], 0, false];
+    [this.actions, this.saves, this.changed, this.key] = [[], 0, false, `dino-vit label ${data.digest}`];
+    this.recall();
+  }
+
+  recall() {
     try {
-      Object.assign(this, JSON.parse(localStorage.getItem(`dino-vit label ${data.digest}`)));
+      Object.assign(this, JSON.parse(localStorage.getItem(this.key)));
     } catch { /* a browser without storage starts anew */ }
     this.replay();
   }
@@ -45,7 +49,7 @@ class Answers {
     this.replay();
     try {
       const { actions, saves } = this;
-      localStorage.setItem(`dino-vit label ${data.digest}`, JSON.stringify({ actions, saves, changed }));
+      localStorage.setItem(this.key, JSON.stringify({ actions, saves, changed }));
     } catch { /* the page asks before it closes */ }
   }
 

@@ -165,6 +165,7 @@ class Page {
     this.saver.addEventListener("click", () => this.save());
     document.addEventListener("keydown", (event) => this.key(event));
     addEventListener("beforeunload", (event) => this.answers.changed && event.preventDefault());
+    addEventListener("storage", (event) => event.key === this.answers.key && this.follow());
     this.show(hasGuesses ? "Check guesses" : "Overview");
   }
 
@@ -200,6 +201,13 @@ class Page {
     this.saver.classList.toggle("changed", changed);
     this.drawSaved();
     this.view.draw(parent);
+  }
+
+  // Go on from what was done in another tab, or this one would write over it.
+  follow() {
+    this.answers.recall();
+    this.view.next?.(this.view.place);
+    this.draw();
   }
 
   undo() {
