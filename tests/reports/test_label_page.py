@@ -8,6 +8,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from dino_vit.data.label_files import read_table
+from dino_vit.data.labels import NO_LABEL
 from dino_vit.data.open import open_source
 from dino_vit.eval.statistics import wilson_interval
 from tests.support.browser import set_screen, text_of
@@ -68,6 +69,16 @@ def test_labels_alike_are_one_and_undoing_goes_back(page):
     assert page.ask("page.view.place") == 1
     page.press(Keys.BACKSPACE)
     assert page.ask("page.answers.answers.filter(Boolean)") == []
+
+
+def test_what_tables_have_for_no_label_is_not_taken_for_one(page):
+    page.open()
+    page.show("Label")
+    for word in NO_LABEL:
+        page.press("x", Keys.BACKSPACE, *word.upper(), Keys.ENTER)
+        assert page.ask("page.answers.actions.length") == 0
+        assert "write another word" in text_of(page.browser, ".labels")
+        page.press(Keys.ESCAPE)
 
 
 def test_a_key_that_is_held_down_labels_one_image(page):

@@ -6,6 +6,8 @@ const LEAST = 10; // images of a class of which its share is told
 const Z = 1.959964; // half the width of a 95 % confidence interval, in standard errors
 
 const same = (text) => text.trim().replace(/\s+/g, " ").toLocaleLowerCase(); // of labels that are one
+const NO_LABEL = ["", "nan", "-1", "-1.0"]; // for predict, and the next page
+const isLabel = (text) => !NO_LABEL.includes(same(text));
 const times = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
 
 function wilson(right, count) {

@@ -113,7 +113,7 @@ class Overview {
       if (!left.length) continue;
       const form = element(side, "div", { class: "name" });
       const field = element(form, "input", { type: "text", placeholder: "Name", "aria-label": `Name of a row of ${times(size, "image")}`, autocomplete: "off" });
-      const name = () => field.value.trim() && this.name(left, field.value);
+      const name = () => isLabel(field.value) && this.name(left, field.value);
       field.addEventListener("keydown", (event) => event.key === "Enter" && name());
       button(form, "Name", name);
       button(form, "Open", () => this.page.open(new Grid(this.page, images, { title: `${times(left.length, "image")} that look alike`, together: true, back: () => this.page.show("Overview") })));
