@@ -36,6 +36,7 @@ BASELINE_IMAGES = 10_000  # with more, neighbours by pixels take longer than all
 FEW_OF_CLASS = 5  # labelled images of a class that are too few to learn it well
 FEW = 10  # labelled images that are too few to say how good a classifier is
 SURE = 0.8  # confidence
+UNPICKED = "images that were not picked by their guesses, as the random ones of `label`"
 
 
 def describe_training(
@@ -50,7 +51,7 @@ def describe_training(
     if figure is None:
         text = "How good these labels are cannot be said: label"
         if trials.tested.any():
-            return [f"{text} images that were not picked by their guesses, as the random ones of `label`"]
+            return [f"{text} {UNPICKED}"]
         return [f"{text} two or more images of a class, not taken one after the other"]
     judging, count = trials.targets[trials.judged], int(trials.tested_judges.sum())
     by_neighbours = {"k-NN": of_kinds(trials, VOTE).figure}
@@ -67,8 +68,9 @@ def describe_training(
         right = 100 * float(trials.right[trials.judged].double().mean())
         plain = f"About {right:.0f} of 100 images will get exactly their labels, {judges}"
     if count < FEW:
-        labelled = plural(len(learned), "labelled image")
-        plain = f"{labelled} are too few to say how many labels will be right: label more images"
+        few = f"{count:,} of {plural(len(learned), 'labelled image')}"
+        plain = f"Only {few} can test the classifier, too few to say how many labels will be right: label "
+        plain += "more images" if trials.judged.all() else UNPICKED
     interval = f"{figure.value:.1f} % (95 % interval {figure.low:.1f} to {figure.high:.1f})"
     of_all = "" if len(judging) == len(learned) else f" of {len(learned):,}"
     images = f"{len(judging):,}{of_all} labelled images of {what}"

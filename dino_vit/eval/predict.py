@@ -145,11 +145,10 @@ def _files(config: PredictConfig) -> dict[str, Path]:
     if config.output is not None:
         table = Path(config.output)
         files = {"table": table, "about": table.with_suffix(".json")}
-        files["doubtful"] = table.with_name(f"{table.stem}-doubtful.csv")
-    if config.confident is not None:
-        if config.output is None:
-            raise ValueError("confident writes a table beside output, which is not given")
         files["sure"] = table.with_name(f"{table.stem}-sure{table.suffix}")
+        files["doubtful"] = table.with_name(f"{table.stem}-doubtful.csv")
+    elif config.confident is not None:
+        raise ValueError("confident writes a table beside output, which is not given")
     return files | ({"classifier": Path(config.classifier)} if config.classifier else {})
 
 
@@ -158,10 +157,11 @@ def _write(
 ) -> None:
     """Write the table, its sure rows, its JSON and the labels that look wrong."""
     write_table(files["table"], table)
-    if "sure" in files:
-        write_table(files["sure"], sure_rows(table, details["settings"]["confident"]))
+    for name in ("sure", "doubtful"):
+        files[name].unlink(missing_ok=True)  # of an earlier call
+    if least := details["settings"]["confident"]:
+        write_table(files["sure"], sure_rows(table, least))
     write_results(files["about"], details)
-    files["doubtful"].unlink(missing_ok=True)  # of an earlier call
     if fitted.doubts.columns:
         write_table(files["doubtful"], pa.table(fitted.doubts.columns))
 

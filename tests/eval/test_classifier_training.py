@@ -84,7 +84,7 @@ def test_too_few_labels_have_no_confidence(photos, weights):
     bursts = [start + row for start in (2, 20, 40, 60) for row in range(5)]
     kept = photos / "kept.safetensors"
     for labels, words in (
-        (write_labels(photos / "nine.csv", range(9), lambda row: row // 2 % 3), "are too few to say"),
+        (write_labels(photos / "nine.csv", range(9), lambda row: row // 2 % 3), "too few to say"),
         (write_labels(photos / "bursts.csv", bursts, lambda row: row // 5), "cannot be said"),
     ):
         given = {"labels": labels, "classifier": kept, "overwrite": True, **SETTINGS}

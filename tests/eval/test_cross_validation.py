@@ -1,5 +1,7 @@
 """A classifier is chosen by cross-validation, judged on what did not choose it, and calibrated."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -129,8 +131,17 @@ def test_few_images_are_said_to_be_too_few(images, enough):
     targets = torch.arange(images) % 2
     train = LabelledFeatures(F.one_hot(targets, 8).float(), targets, np.arange(images), ("a", "b"))
     said = said_of(train, torch.arange(images) // 2 % 5)
-    few = f"{images} labelled images are too few to say how many labels will be right: label more images"
-    assert said == few or (enough and said.startswith("About 100 of 100 labels will be right"))
+    few = f"Only {images} of {images} labelled images can test the classifier, too few to say how many"
+    assert said.startswith("About 100 of 100 labels will be right" if enough else few)
+
+
+def test_of_many_labels_those_that_may_judge_are_too_few():
+    targets, folds = torch.arange(60) % 2, torch.arange(60) // 2 % 5
+    train = LabelledFeatures(F.one_hot(targets, 8).float(), targets, np.arange(60), ("a", "b"))
+    trials = cross_validate(train, folds, candidates(folds, neighbours_only=True), "")
+    said = describe_training(train, replace(trials, judges=torch.arange(60) < 8), {})[0]
+    few = "Only 8 of 60 labelled images can test the classifier, too few to say how many labels will be right"
+    assert said == f"{few}: label images that were not picked by their guesses, as the random ones of `label`"
 
 
 def test_classes_that_cannot_be_tested_count_as_wrong():

@@ -175,6 +175,8 @@ def test_the_sure_labels_are_a_table_of_their_own(photos, weights, suffix):
     assert f"rest-sure.{suffix}: {count}\n" in str(found)
     with pytest.raises(ValueError, match=r"rest\..* already exists, with 2 other files"):
         dino_vit.predict(photos / "photos", weights, output=output, **again)
+    dino_vit.predict(photos / "photos", weights, output=output, overwrite=True, **given)
+    assert not (photos / f"rest-sure.{suffix}").exists(), "it would be of an earlier call"
     with pytest.raises(ValueError, match="confident writes a table beside output, which is not given"):
         dino_vit.predict(photos / "photos", weights, **again)
 

@@ -8,6 +8,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from dino_vit.data.label_files import read_table
+from dino_vit.data.labels import NO_LABEL
 from dino_vit.data.open import open_source
 from dino_vit.eval.statistics import wilson_interval
 from tests.support.browser import set_screen, text_of
@@ -68,6 +69,16 @@ def test_labels_alike_are_one_and_undoing_goes_back(page):
     assert page.ask("page.view.place") == 1
     page.press(Keys.BACKSPACE)
     assert page.ask("page.answers.answers.filter(Boolean)") == []
+
+
+def test_what_tables_have_for_no_label_is_not_taken_for_one(page):
+    page.open()
+    page.show("Label")
+    for word in NO_LABEL:
+        page.press("x", Keys.BACKSPACE, *word.upper(), Keys.ENTER)
+        assert page.ask("page.answers.actions.length") == 0
+        assert "write another word" in text_of(page.browser, ".labels")
+        page.press(Keys.ESCAPE)
 
 
 def test_a_key_that_is_held_down_labels_one_image(page):
@@ -224,6 +235,23 @@ def test_what_was_done_is_kept_and_files_are_numbered(page):
     assert page.ask(closes)
     page.press("1")
     assert not page.ask(closes), "the browser asks"
+
+
+def test_what_is_labelled_in_another_tab_is_not_lost(page):
+    page.open()
+    page.show("Label")
+    page.label(2)
+    first, address = page.browser.current_window_handle, page.browser.current_url
+    page.browser.switch_to.new_window("tab")
+    page.browser.get(address)
+    page.show("Label")
+    page.label(2)
+    page.browser.execute_script("page.answers.changed = false")
+    page.browser.close()
+    page.browser.switch_to.window(first)
+    assert page.ask("document.querySelector('.count').textContent") == "4 labelled, not saved yet"
+    page.label(1)
+    assert len(page.save("few.csv")) == 5
 
 
 def test_a_key_is_of_the_same_label_on_the_next_page(page):

@@ -6,6 +6,8 @@ const LEAST = 10; // images of a class of which its share is told
 const Z = 1.959964; // half the width of a 95 % confidence interval, in standard errors
 
 const same = (text) => text.trim().replace(/\s+/g, " ").toLocaleLowerCase(); // of labels that are one
+const NO_LABEL = ["", "nan", "-1", "-1.0"]; // for predict, and the next page
+const isLabel = (text) => !NO_LABEL.includes(same(text));
 const times = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
 
 function wilson(right, count) {
@@ -20,9 +22,13 @@ class Answers {
     this.sample = new Set(data.sample);
     const groups = [...data.given, ...data.others.map((row) => row.slice(1))].map((row) => /^group:(\d+)$/.exec(row?.[1])?.[1]);
     this.groups = Math.max(0, ...groups.filter(Boolean).map(Number));
-    [this.actions, this.saves, this.changed] = [[], 0, false];
+    [this.actions, this.saves, this.changed, this.key] = [[], 0, false, `dino-vit label ${data.digest}`];
+    this.recall();
+  }
+
+  recall() {
     try {
-      Object.assign(this, JSON.parse(localStorage.getItem(`dino-vit label ${data.digest}`)));
+      Object.assign(this, JSON.parse(localStorage.getItem(this.key)));
     } catch { /* a browser without storage starts anew */ }
     this.replay();
   }
@@ -45,7 +51,7 @@ class Answers {
     this.replay();
     try {
       const { actions, saves } = this;
-      localStorage.setItem(`dino-vit label ${data.digest}`, JSON.stringify({ actions, saves, changed }));
+      localStorage.setItem(this.key, JSON.stringify({ actions, saves, changed }));
     } catch { /* the page asks before it closes */ }
   }
 

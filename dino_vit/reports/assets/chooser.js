@@ -26,7 +26,7 @@ class Chooser {
     this.field.addEventListener("input", () => this.draw());
     this.field.addEventListener("keydown", (event) => {
       if (event.isComposing) return;
-      if (event.key === "Enter" && this.field.value.trim()) this.take(this.field.value, event);
+      if (event.key === "Enter" && isLabel(this.field.value)) this.take(this.field.value, event);
       else if (event.key === "Tab" && this.completion && !event.shiftKey) {
         this.field.value = this.completion;
         this.draw();
@@ -57,7 +57,8 @@ class Chooser {
     for (const label of fits) {
       tool(this.labels, label === this.completion ? "Tab" : !typed && keys.get(label), label, () => this.take(label));
     }
-    if (typed && !fits.some((label) => same(label) === typed)) {
+    if (typed && !isLabel(typed)) element(this.labels, "p", { class: "caption" }, `${typed} means that there is no label: write another word.`);
+    else if (typed && !fits.some((label) => same(label) === typed)) {
       tool(this.labels, "Enter", `new: ${this.field.value.trim()}`, () => this.take(this.field.value));
     }
   }

@@ -113,7 +113,7 @@ class Overview {
       if (!left.length) continue;
       const form = element(side, "div", { class: "name" });
       const field = element(form, "input", { type: "text", placeholder: "Name", "aria-label": `Name of a row of ${times(size, "image")}`, autocomplete: "off" });
-      const name = () => field.value.trim() && this.name(left, field.value);
+      const name = () => isLabel(field.value) && this.name(left, field.value);
       field.addEventListener("keydown", (event) => event.key === "Enter" && name());
       button(form, "Name", name);
       button(form, "Open", () => this.page.open(new Grid(this.page, images, { title: `${times(left.length, "image")} that look alike`, together: true, back: () => this.page.show("Overview") })));
@@ -165,6 +165,7 @@ class Page {
     this.saver.addEventListener("click", () => this.save());
     document.addEventListener("keydown", (event) => this.key(event));
     addEventListener("beforeunload", (event) => this.answers.changed && event.preventDefault());
+    addEventListener("storage", (event) => event.key === this.answers.key && this.follow());
     this.show(hasGuesses ? "Check guesses" : "Overview");
   }
 
@@ -200,6 +201,13 @@ class Page {
     this.saver.classList.toggle("changed", changed);
     this.drawSaved();
     this.view.draw(parent);
+  }
+
+  // Go on from what was done in another tab, or this one would write over it.
+  follow() {
+    this.answers.recall();
+    this.view.next?.(this.view.place);
+    this.draw();
   }
 
   undo() {
