@@ -144,7 +144,7 @@ def reported(program: str, *, show_traceback: bool = False) -> Iterator[Ending]:
         handler = logging.StreamHandler()
         handler.setFormatter(PrintableFormatter())
         logging.basicConfig(level=logging.INFO, handlers=[handler])
-        for library in ("faiss", "timm", "matplotlib"):  # which log what they load
+        for library in ("faiss", "timm", "matplotlib", "torch"):  # which log what they load
             logging.getLogger(library).setLevel(logging.WARNING)
         try:
             yield ending

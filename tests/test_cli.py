@@ -78,13 +78,17 @@ def test_without_arguments_it_shows_first_commands_that_parse(capsys):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_settings_with_a_meaning_and_a_function(name, capsys):
+def test_every_command_has_settings_with_a_meaning_and_a_function(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit, match="0"):
         main([name, "--help"])
-    shown = capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in text.partition("settings and their defaults:")[2].splitlines())
+    shown = "".join(text.split())
     cls = COMMANDS[name].config_class
-    assert all(text in shown for text in (cls.__doc__, *cls.examples))
-    assert all(info.meaning and info.meaning in shown for info in settings_of(cls).values())
+    meanings = [info.meaning for info in settings_of(cls).values()]
+    assert all(meanings)
+    assert all("".join(each.split()) in shown for each in (cls.__doc__, *cls.examples, *meanings))
     assert all(f"{key}=" in shown for key in settings_of(cls))
     assert "Undefined" not in shown
     assert callable(COMMANDS[name].run)

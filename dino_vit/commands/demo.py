@@ -35,7 +35,7 @@ def run(config: DemoConfig) -> DemoResult:
     report.run(load(ReportConfig, None, {"run": str(folder), "images": 200 if config.quick else 500}))
     record = read_run(folder)
     baseline = record.baseline
-    levels = {"untrained": baseline.knn, "trained": record.latest("knn")}
+    levels = {"untrained": baseline.knn, "trained": record.history[-1].knn}
     levels |= {"pixels": baseline.pixels, "edges": baseline.edges, "chance": baseline.chance}
     knn = {network: percent for network, percent in levels.items() if percent is not None}
     percents = ", ".join(f"{network} {percent:.1f} %" for network, percent in knn.items())

@@ -70,7 +70,8 @@ def run(config: LabelConfig) -> Written:
     data["digest"] = hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]
     data["command"] = next_command(config)
     data["photos"] = draw_photos(frozen, source, shown)
-    html = fill_in("label.html", title=title_of(config.source), data=data).encode()
+    folder = public(config.source).rstrip("/").rpartition("/")[2]
+    html = fill_in("label.html", title=folder, data=data).encode()
     write_bytes(output, html)
     count = f"{len(shown):,} of {plural(len(source), 'image')}"
     return Written(path=output, text=f"{output}: {count}, {len(html) / 1e6:.1f} MB; open it in any browser")
@@ -81,10 +82,6 @@ def open_once(path: str) -> ImageSet:
     source = open_source(path, NO_LABELS)
     once = {name: index for index, name in enumerate(source.distinct_names(range(len(source))))}
     return source if len(once) == len(source) else source.subset(sorted(once.values()))
-
-
-def title_of(source: str) -> str:
-    return public(source).rstrip("/").rpartition("/")[2]
 
 
 def read_tables(config: LabelConfig, source: ImageSet) -> tuple[Rows, Rows]:

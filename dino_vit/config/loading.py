@@ -6,10 +6,12 @@ and values are reported together; contradictions between settings once these are
 
 import argparse
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
+from textwrap import TextWrapper
 from typing import Any
 
 import yaml
@@ -180,8 +182,10 @@ def add_config_arguments(parser: argparse.ArgumentParser, cls: type[Settings]) -
         forms = dict.fromkeys((f"--{key.replace('_', '-')}", f"--{key}"))
         parser.add_argument(*forms, dest="options", help=argparse.SUPPRESS, **taken)
     parser.set_defaults(options=[])
-    if lines := list_settings(cls):
-        parser.epilog = f"settings and their defaults:\n{lines}".replace("%", "%%")
+    if settings := list_settings(cls).splitlines():
+        indent, width = " " * (COLUMN + 4), shutil.get_terminal_size().columns - 2
+        wrap = TextWrapper(width, subsequent_indent=indent, break_on_hyphens=False).fill
+        parser.epilog = "\n".join(["settings and their defaults:", *map(wrap, settings)]).replace("%", "%%")
 
 
 def list_settings(cls: type[Settings]) -> str:

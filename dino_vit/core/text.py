@@ -93,7 +93,7 @@ def public_values(content: Any) -> Any:
 def brief(text: object, length: int = 60) -> str:
     """Return the beginning of `printable` text, for a message."""
     line = printable(public(str(text))[: length + 1])  # half a password would not be recognised
-    return line if len(line) <= length else f"{line[: length - 4]} ..."
+    return line if len(line) <= length else f"{line[: length - 4].rstrip()} ..."
 
 
 def did_you_mean(path: str, otherwise: str = "") -> str:

@@ -189,7 +189,8 @@ def verdict(by_title: Mapping[str, tuple[str, ...]]) -> str:
     text = " or ".join(everywhere)
     if others and all(names[0] == first for names in top):
         text = f"{first}; {' and '.join(others)} may be as good"
-    return f"Take {text}: no significant difference on these images by {titles}."
+    reason = "no significant difference" if others else "no other is significantly better"
+    return f"Take {text}: {reason} on these images by {titles}."
 
 
 def _table(

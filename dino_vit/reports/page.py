@@ -108,7 +108,8 @@ def figures(record: RecordedRun) -> dict[str, str]:
         (name, knn), *others = accuracies(newest[0], before).items()
         return {f"{describe_knn(before)}, {name}": knn, **dict(others), **newest_evaluation(record)}
     rank = newest[0].rankme if newest else None
-    ranks = {"ways to tell images apart": rank, "before training": before.rankme}
+    ways = "ways to tell images apart"
+    ranks = {ways: rank, f"{ways}, before training": before.rankme}
     return {name: f"{value:.0f}" for name, value in ranks.items() if value} | newest_evaluation(record)
 
 

@@ -1,7 +1,6 @@
 """What a run folder says about its run, be it finished, under way or hardly begun."""
 
 import json
-import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -107,11 +106,6 @@ class RecordedRun:
         newest: list[MetricsRecord | Start] = [*self.history[-1:], *self.starts[-1:]]
         return newest[0].total_steps if newest else self.config.budget.steps
 
-    def latest(self, figure: str) -> float | None:
-        """Return the newest finite value of a figure."""
-        values = (getattr(metrics, figure) for metrics in reversed(self.history))
-        return next((value for value in values if value is not None and math.isfinite(value)), None)
-
     def baseline_levels(self, *figures: str) -> dict[str, float]:
         """Return figures measured before the first step, by the name of what they were measured on."""
         network = "initial weights" if self.config.init else "untrained"
@@ -150,11 +144,10 @@ def changed_settings(record: RecordedRun) -> list[tuple[str, str, str, str]]:
 
 def facts(record: RecordedRun) -> dict[str, str]:
     """Return what ran, where, on what and how fast."""
-    config, training = record.config, f"{record.step:,} of {record.total_steps or 0:,} steps"
     named = {
-        "network": config.model.title,
-        "images from": ", ".join(map(public, config.data.sources)),
-        "training": training,
+        "network": record.config.model.title,
+        "images from": ", ".join(map(public, record.config.data.sources)),
+        "training": f"{record.step:,} of {record.total_steps or 0:,} steps",
     }
     if record.history:
         named["training"] += f", epoch {record.history[-1].epoch:.4g}"
@@ -164,8 +157,10 @@ def facts(record: RecordedRun) -> dict[str, str]:
         start, starts = asdict(record.starts[-1]), len(record.starts)
         named["parameters"] = "; ".join(f"{part} {count:,}" for part, count in start["parameters"].items())
         for name in ("images", "global_batch", "device", "processes", "precision", "version", "torch"):
-            named[name.replace("_", " ")] = str(start[name])
-        named["started"] = f"{record.starts[0].began}; resumed {plural(starts - 1, 'time', 'times')}"
+            value = start[name]
+            named[name.replace("_", " ")] = f"{value:,}" if isinstance(value, int) else value
+        named["started"] = f"{record.starts[0].began[:16].replace('T', ' ')} UTC"
+        named |= {"resumed": plural(starts - 1, "time")} if starts > 1 else {}
     return named
 
 

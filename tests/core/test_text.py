@@ -29,6 +29,7 @@ def test_only_what_cannot_be_shown_or_written_is_escaped(raw, shown):
 def test_a_text_in_a_message_is_short_and_printable():
     assert brief("a" * 60) == "a" * 60
     assert brief("a" * 61) == "a" * 56 + " ..."
+    assert brief("photos of apples", 11) == "photos ..."
     assert brief("\n" * 10**6, 10) == "\\n" * 3 + " ..."
     assert brief("photo\u202egpj.exe") == r"photo\u202egpj.exe"
 

@@ -140,7 +140,7 @@ def test_a_backbone_is_as_good_as_the_best_unless_pairs_of_images_say_otherwise(
 def test_the_verdict_names_who_is_best_everywhere_or_says_that_it_depends():
     knn, linear = ("a",), ("b", "a")
     assert verdict({"k-NN": knn, "linear": linear}) == (
-        "Take a: no significant difference on these images by k-NN and linear."
+        "Take a: no other is significantly better on these images by k-NN and linear."
     )
     assert verdict({"linear": linear}) == (
         "Take b; a may be as good: no significant difference on these images by linear."

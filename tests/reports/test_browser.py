@@ -147,6 +147,18 @@ def test_hovering_and_selecting_show_an_image_its_attention_and_its_neighbours(p
     assert page.execute_script("return report.map.selected") == near[0]
 
 
+@pytest.mark.parametrize("width", [400, 1440])
+def test_the_selected_image_is_on_the_map_as_a_whole(page, width):
+    set_screen(page, width)
+    WebDriverWait(page, 10).until(lambda _: page.execute_script("return report.map.width < innerWidth"))
+    cut_off = (
+        "const { map } = report, half = map.selectedSize() / 2;"
+        "return map.data.names.filter((_, n) => map.onScreen(n).some("
+        "(at, axis) => at < half || at > [map.width, map.height][axis] - half))"
+    )
+    assert page.execute_script(cut_off) == []
+
+
 def test_on_a_telephone_a_selected_photo_comes_into_sight_below_the_map(page):
     set_screen(page, 400)
     assert page.execute_script("return scrollY") == 0, "the page begins at its top"

@@ -306,6 +306,9 @@ def test_the_views_fit_their_width_and_everything_has_a_name(page, width, dark):
     set_screen(page.browser, width, dark=dark)
     page.show("Label")
     page.press(*"a_long_label_without_a_gap_" * 3, Keys.ENTER)
+    page.press(*"a long label with gaps " * 5, Keys.ENTER, Keys.ARROW_LEFT)
+    assert text_of(page.browser, ".heading h2").startswith("a long label with gaps")
+    assert page.ask("document.documentElement.scrollWidth") <= width
     for view in VIEWS:
         page.show(view)
         assert page.ask("document.documentElement.scrollWidth") <= width
@@ -319,4 +322,29 @@ def test_the_views_fit_their_width_and_everything_has_a_name(page, width, dark):
     if width == 400:
         page.show("Label")
         page.browser.find_element(By.CSS_SELECTOR, ".labels button").click()
-        assert page.ask("page.answers.actions.length") == 2
+        assert page.ask("page.answers.actions.length") == 3
+
+
+def test_buttons_stay_in_sight_below_many_labels(page):
+    page.open()
+    page.ask("data.queue.slice(0, 60).forEach((n) => page.answers.act('label', [n], `a longer label ${n}`))")
+    for width in (400, 1280):
+        set_screen(page.browser, width)
+        page.show("Label")
+        sides = [
+            page.ask(f"document.querySelector('.one {each}').getBoundingClientRect().toJSON()")
+            for each in (".labels", ".tools")
+        ]
+        assert sides[0]["bottom"] - sides[0]["top"] < 400
+        assert sides[0]["bottom"] <= sides[1]["top"]
+
+
+def test_saving_shows_what_is_to_be_done_next(page):
+    page.open()
+    page.show("Label")
+    page.label(1)
+    page.show("Overview")
+    page.browser.execute_script("scrollTo(0, 400)")
+    assert page.ask("scrollY") == 400
+    page.save("few.csv")
+    assert page.ask("document.querySelector('.saved').getBoundingClientRect().top") > 0

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from dataclasses import replace
 
@@ -58,6 +59,7 @@ def test_the_page_loads_nothing_and_describes_the_run(made, capsys):
     assert "The map and the attention are of step 20." in page.text
     assert len(page.data["map"]["names"]) == IMAGES
     assert "of the 72 images" not in page.text
+    assert re.search(r"started \d{4}-\d\d-\d\d \d\d:\d\d UTC(?! ?resumed)", " ".join(page.text.split()))
     assert "<script>alert" not in (made / "report.html").read_text()
     assert HOSTILE in page.data["map"]["names"]
     hostile = Pictures(views=[Row(HOSTILE, [Tile("data:,", HOSTILE)])], notes=[HOSTILE])
@@ -168,7 +170,8 @@ def test_figures_start_before_training_and_are_compared_with_their_levels(tmp_pa
     behind = replace(record, baseline=replace(record.baseline, edges=52.0))
     assert figures(behind)["edges without a network"] == "52.0 %"
     unlabelled = replace(record, history=[replace(last, knn=None)])
-    assert figures(unlabelled) == {"ways to tell images apart": "55", "before training": "12"}
+    ways = "ways to tell images apart"
+    assert figures(unlabelled) == {ways: "55", f"{ways}, before training": "12"}
     page = render(record, Pictures())
     assert "dino-vit label" not in page
     without = replace(

@@ -245,6 +245,7 @@ class Page {
     this.answers.saves += 1;
     this.answers.keep(false);
     this.draw();
+    scrollTo(0, 0); // to what is to be done next
   }
 
   // Until something changes.

@@ -65,7 +65,7 @@ class Chart {
       this.line("grid", MARGIN.left, right, this.y(value));
       this.text(format(value), MARGIN.left - 8, this.y(value) + 4);
     }
-    for (const step of ticks(0, last, right / 110).filter(Number.isInteger)) this.text(step || "step 0", this.x(step) + 18, height - 6);
+    for (const step of ticks(0, last, right / 110).filter(Number.isInteger)) this.text(step ? step.toLocaleString("en") : "step 0", this.x(step) + 18, height - 6);
     this.series.forEach(([, points], n) => {
       const corners = [...points].map(([step, value]) => `${this.x(step).toFixed(1)},${this.y(value).toFixed(1)}`);
       shape(this.svg, "polyline", { class: `curve c${n % COLOURS}`, points: corners.join(" ") });
@@ -111,7 +111,7 @@ class Chart {
 const PALETTE = ["#3078f3", "#f7c20a", "#d62d00", "#7d18ae", "#16aa5d", "#66ecda", "#cc81cb", "#943f31", "#a0b640",
   "#445b8e"];
 const OTHERS = "#94a4a2";
-const LARGEST = 72, EDGE = 8; // pixels: of a thumbnail, and around the outermost ones
+const LARGEST = 72, SELECTED = 52, EDGE = 8; // pixels: of a thumbnail, of the selected one at least, and around the outermost ones
 const FAINT = 0.12; // opacity of the images that are not of the class that is emphasised
 
 class Explorer {
@@ -201,12 +201,16 @@ class Explorer {
 
   // The sides of the whole map, and that of a thumbnail, in pixels.
   sides() {
-    const edges = this.size(1) + 2 * EDGE;
+    const edges = this.selectedSize(1) + 2 * EDGE;
     return [(this.width - edges) * this.scale, (this.height - edges) * this.scale];
   }
 
   size(scale = this.scale) {
     return Math.min(LARGEST, 0.8 * scale * Math.sqrt((this.width * this.height) / this.data.names.length));
+  }
+
+  selectedSize(scale = this.scale) {
+    return Math.max(SELECTED, 1.4 * this.size(scale));
   }
 
   onScreen(n) {
@@ -276,7 +280,7 @@ class Explorer {
     this.pen.globalAlpha = 1;
     paint(true); // above the others
     if (this.emphasised === null) for (const n of near) this.picture(n, Math.max(26, size));
-    for (const n of [this.selected, this.hovered]) if (n !== null) this.picture(n, Math.max(52, 1.4 * size));
+    for (const n of [this.selected, this.hovered]) if (n !== null) this.picture(n, this.selectedSize());
   }
 
   square(n, side) {
@@ -301,7 +305,7 @@ class Explorer {
 
   hover(n) {
     this.hovered = n;
-    this.hint.textContent = n === null ? "Drag to move, scroll to zoom, click to select." : this.title(n);
+    this.hint.textContent = n === null ? "Drag to move, scroll or press + and − to zoom, click to select." : this.title(n);
     this.redraw();
   }
 
