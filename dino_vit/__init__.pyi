@@ -139,7 +139,7 @@ class _Loss(TypedDict, total=False):
 
     teacher_temp: float
     warmup_teacher_temp_epochs: int
-    centering: Literal["ema", "sinkhorn"]
+    centering: Literal["ema", "sinkhorn", "sinkhorn_ema"]
     koleo_weight: float
     patch_weight: float
     edge_weight: float
@@ -390,7 +390,7 @@ def pretrain(
       augment.module=null                 in Python: a module on batches of views instead of these
       loss.teacher_temp=0.04              temperature of the teacher; 0.07 is as high as is known to work
       loss.warmup_teacher_temp_epochs=0   epochs from a temperature of 0.04 to teacher_temp
-      loss.centering=ema                  a mean over steps, or Sinkhorn-Knopp over the micro-batch [ema|sinkhorn]
+      loss.centering=ema                  mean over steps; Sinkhorn-Knopp over a micro-batch, or the last ones [ema|sinkhorn|sinkhorn_ema]
       loss.koleo_weight=0                 weight of KoLeo, which keeps images apart; 0.1 in DINOv2
       loss.patch_weight=0                 weight of the loss of masked patches (iBOT); 1 in DINOv2
       loss.edge_weight=0                  weight of predicting the edges around each patch

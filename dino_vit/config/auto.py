@@ -193,7 +193,8 @@ def _choose_head(draft: Draft, images: int) -> None:
 
 def _choose_for_short(draft: Draft, likeness: float) -> None:
     """Keep a short run from the uniform state, and regularise it little; see docs/small-sets.md."""
-    draft.choose("loss.centering", "sinkhorn", "a short run learns faster from balanced targets")
+    reason = "a short run learns faster from balanced targets; over some steps, as one has few images"
+    draft.choose("loss.centering", "sinkhorn_ema", reason)
     draft.choose("loss.koleo_weight", 0.03, "keeps the effective rank of a short run")
     if not (draft["init.weights"] or draft.config.model.timm):
         reason = "patches learn shapes from the edges around them, before CLS tokens do"

@@ -244,8 +244,8 @@ class Loss(Settings):
 
     teacher_temp: Positive = setting(0.04, "temperature of the teacher; 0.07 is as high as is known to work")
     warmup_teacher_temp_epochs: FewOrZero = setting(0, "epochs from a temperature of 0.04 to teacher_temp")
-    centering: Literal["ema", "sinkhorn"] = setting(
-        "ema", "a mean over steps, or Sinkhorn-Knopp over the micro-batch"
+    centering: Literal["ema", "sinkhorn", "sinkhorn_ema"] = setting(
+        "ema", "mean over steps; Sinkhorn-Knopp over a micro-batch, or the last ones"
     )
     koleo_weight: NonNegative = setting(0.0, "weight of KoLeo, which keeps images apart; 0.1 in DINOv2")
     patch_weight: NonNegative = setting(0.0, "weight of the loss of masked patches (iBOT); 1 in DINOv2")

@@ -1,10 +1,11 @@
 """The teacher's outputs as targets of a cross-entropy: their centre, and what a log line says of them.
 
 A centre is subtracted from the logits, so that no prototype takes all images: a running mean (2021), or the
-offsets with which the prototypes share each batch equally (2023).
+offsets with which the prototypes share each batch equally (2023), or the last few batches.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -51,18 +52,28 @@ class Center(nn.Module):
 
 
 class SinkhornCenter(nn.Module):
-    """The centre that balances the prototypes over each micro-batch of all processes; it keeps no mean."""
+    """The centre that balances the prototypes over each micro-batch of all processes, or over the last ones.
+
+    A small batch has fewer rows than there are prototypes to share them. So the sums of the prototypes, whose
+    logarithm the centre is, may be a running mean over batches.
+    """
 
     center: Tensor
 
-    def __init__(self, *, prototypes: int) -> None:
+    def __init__(self, *, prototypes: int, momentum: float = 0.0) -> None:
         super().__init__()
+        self.momentum = momentum
         self.register_buffer("center", torch.zeros(1, prototypes))
 
     @torch.no_grad()
     def forward(self, teacher_logits: LazyLogits, temperature: float) -> Tensor:
         """Return the centre (1, prototypes) for the logits of a micro-batch."""
         center = sinkhorn_center(teacher_logits, temperature)
+        if self.momentum:
+            kept = self.momentum * self.center.any()  # nothing at first
+            parts = kept.log() + self.center / temperature, (1 - kept).log() + center / temperature
+            center = temperature * torch.logaddexp(*parts)
+            center = center - center.mean()
         # The report assigns images to prototypes by the last one.
         self.center.copy_(torch.where(center.isfinite().all(), center, self.center))
         return center
@@ -96,6 +107,14 @@ def sinkhorn_center(
         log_scale = -total if log_scale is None else log_scale - total
     assert log_scale is not None, iterations
     return -temperature * (log_scale - log_scale.mean())
+
+
+# By `loss.centering`.
+CENTERS: Mapping[str, Callable[..., Center | SinkhornCenter]] = {
+    "ema": Center,
+    "sinkhorn": SinkhornCenter,
+    "sinkhorn_ema": partial(SinkhornCenter, momentum=0.8),
+}
 
 
 class Targets(NamedTuple):

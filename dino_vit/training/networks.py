@@ -16,7 +16,7 @@ from dino_vit.config.sections import STUDENT_TEMPERATURE
 from dino_vit.core.distributed import apply_fsdp
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.method.objective import Objective, Sizes, Term
-from dino_vit.method.targets import Center, SinkhornCenter
+from dino_vit.method.targets import CENTERS
 from dino_vit.method.terms import all_terms
 from dino_vit.method.terms.cls import Cls
 from dino_vit.method.terms.gram import Gram
@@ -131,7 +131,7 @@ def build_objective(
 
 def _build_terms(config: PretrainConfig, inputs: Inputs, sizes: Sizes, device: torch.device) -> list[Term]:
     """Return the terms of the loss; the first one is that of CLS tokens."""
-    build = SinkhornCenter if config.loss.centering == "sinkhorn" else Center
+    build = CENTERS[config.loss.centering]
     weight, terms = config.loss.patch_weight, list[Term]()
     if (backbone := inputs.feature_teacher) is not None:
         terms.append(Imitation(1.0, sizes))

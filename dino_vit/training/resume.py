@@ -98,7 +98,7 @@ def _changes(
     # These look at all images of a forward pass.
     used = {
         "BatchNorm": any(name.startswith("student.") and "running_mean" in name for name in resumed.tensors),
-        "Sinkhorn-Knopp": config.loss.centering == before["loss.centering"] == "sinkhorn",
+        "Sinkhorn-Knopp": "ema" not in (config.loss.centering, before["loss.centering"]),
         "KoLeo": config.loss.koleo_weight and before["loss.koleo_weight"],
         "edges": config.loss.edge_weight and before["loss.edge_weight"],
     }

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from dino_vit.method.cross_entropy import teacher_targets
-from dino_vit.method.targets import Center, SinkhornCenter, sinkhorn_center
+from dino_vit.method.targets import CENTERS, Center, SinkhornCenter, sinkhorn_center
 from tests.support.naive import as_logits
 
 
@@ -70,3 +70,29 @@ def test_the_sinkhorn_center_is_of_the_pass_alone_and_the_last_finite_one_is_sav
     assert torch.equal(center.state_dict()["center"], now)
     assert center(as_logits(second * math.nan), 0.04).isnan().all()
     assert torch.equal(center.center, now)
+
+
+def test_the_sums_of_sinkhorn_ema_are_a_mean_over_batches_that_begins_with_the_first():
+    center, batches = CENTERS["sinkhorn_ema"](prototypes=5), torch.randn(3, 4, 5)
+    found = center(as_logits(batches[0]), 0.5)
+    torch.testing.assert_close(found, sinkhorn_center([batches[0]], 0.5))
+    for logits in batches[1:]:
+        center.update()
+        sums = 0.8 * (found / 0.5).exp() + 0.2 * (sinkhorn_center([logits], 0.5) / 0.5).exp()
+        expected = 0.5 * (sums.log() - sums.log().mean())
+        found = center(as_logits(logits), 0.5)
+        torch.testing.assert_close(found, expected)
+    assert center(as_logits(batches[0] * math.nan), 0.5).isnan().all()
+    assert torch.equal(center.state_dict()["center"], found)
+
+
+def test_with_sinkhorn_ema_a_target_depends_less_on_the_other_images_of_a_small_batch():
+    image, others = torch.randn(1, 16), torch.randn(200, 3, 16)
+    spread = {}
+    for name in ("sinkhorn", "sinkhorn_ema"):
+        center, targets = CENTERS[name](prototypes=16), []
+        for logits in (torch.cat([image, rest]) for rest in others):
+            targets.append(teacher_targets(logits, center(as_logits(logits), 1.0), 1.0)[0])
+        spread[name] = float(torch.stack(targets[20:]).std(0).mean())
+    # A mean with a momentum of 0.8 has a ninth of the variance.
+    assert spread["sinkhorn_ema"] < spread["sinkhorn"] / 2

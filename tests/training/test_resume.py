@@ -182,7 +182,7 @@ def test_the_settings_of_a_run_resume_it_wherever_it_lies(tmp_path):
 
 ROTARY = {"model.positions": "rotary", "views.local_size": 24}
 PATCHES = {"loss.patch_weight": 1, "views.global_size": 48, "loss.koleo_weight": 0.1}
-ALL_TERMS = {**PATCHES, "loss.centering": "sinkhorn", "head.shared": "false", "data.workers": 2}
+ALL_TERMS = {**PATCHES, "loss.centering": "sinkhorn_ema", "head.shared": "false", "data.workers": 2}
 ALL_TERMS["loss.edge_weight"] = 2
 
 
