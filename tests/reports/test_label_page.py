@@ -12,21 +12,9 @@ from dino_vit.data.labels import NO_LABEL
 from dino_vit.data.open import open_source
 from dino_vit.eval.statistics import wilson_interval
 from tests.support.browser import set_screen, text_of
-from tests.support.labelling import NAMES, LabelPage, write_images
+from tests.support.labelling import NAMES
 
 VIEWS = "Overview", "Label", "Check by chance"  # without guesses
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("label") / "photos"
-    return folder, write_images(folder)
-
-
-@pytest.fixture
-def page(browser, photos, tmp_path):
-    with LabelPage.opened(browser, *photos, tmp_path) as label_page:
-        yield label_page
 
 
 def test_every_image_is_labelled_by_keys_and_its_name_comes_back(page):
@@ -132,7 +120,7 @@ def test_a_row_that_is_named_is_looked_through(page):
     assert not {*shown} & {*page.ask("data.sample.map((n) => data.names[n])")}
     page.press(Keys.ARROW_RIGHT, Keys.SPACE)
     page.press(*"odd", Keys.ENTER)
-    page.press(Keys.ENTER)
+    page.press(Keys.ARROW_RIGHT, Keys.ENTER)
     table = page.save("few.csv")
     assert table.pop(shown[0]) == ("odd", "corrected")
     assert table == dict.fromkeys(shown[1:], ("red", "group:1"))
@@ -175,7 +163,7 @@ def test_guesses_are_checked_by_label_and_one_by_one_and_by_chance(page):
         if page.truth[name] == "red":
             tile.find_element(By.XPATH, "..").send_keys(Keys.SPACE)
     page.press(page.ask("page.answers.keys().get('red')"))
-    page.press(Keys.ENTER)
+    page.press(Keys.ARROW_RIGHT, Keys.ENTER)
     assert page.ask("page.answers.toCheck().map(([label]) => label)") == ["red"]
     captions = [it.text for it in page.browser.find_elements(By.CSS_SELECTOR, ".grid span")]
     assert captions == [page.truth[name] for name in blue], "what was decided is in sight"

@@ -132,7 +132,7 @@ class LabelPage:
                 corrected += marked
             if len(corrected) >= count:
                 break
-            self.press(Keys.ENTER)
+            self.press(Keys.ARROW_RIGHT, Keys.ENTER)
         return corrected
 
     def save(self, name):

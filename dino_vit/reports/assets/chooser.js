@@ -1,14 +1,15 @@
 // Buttons with their keys, photos, and the labels to choose from.
 
+// The second click of a double-click would answer for what has only just come; steps are often clicked fast.
 function button(parent, text, act, attributes = {}) {
   const made = element(parent, "button", { type: "button", ...attributes }, text);
-  made.addEventListener("click", act);
+  made.addEventListener("click", ({ detail }) => (detail < 2 || made.matches(".step")) && act());
   return made;
 }
 
 // A button with the key that does the same.
 function tool(parent, key, text, act) {
-  const made = button(parent, "", act);
+  const made = button(parent, "", act, ["⌫", "←", "→"].includes(key) ? { class: "step" } : {});
   if (key) element(made, "kbd", {}, key);
   made.append(text);
 }

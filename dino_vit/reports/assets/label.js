@@ -26,9 +26,10 @@ class Grid {
     button(heading, "← All", this.back);
     element(heading, "h2", {}, this.title);
     if (shown.length) button(heading, "One at a time", () => this.openOne([...this.images]));
+    this.page.drawUndo(heading);
     const rest = left > shown.length ? `${left.toLocaleString("en")} to look through, ${shown.length} of them here. ` : "";
     const lead = element(parent, "p", { class: "lead" }, shown.length ? `${rest}Click what is wrong.` : "All of these are done. What they are now:");
-    if (shown.length) element(lead, "span", { class: "keys" }, " With keys: arrows and the space bar.");
+    if (shown.length) element(lead, "span", { class: "keys" }, " With keys: arrows, then the space bar or Enter.");
     const columns = element(parent, "div", { class: "check" });
     this.grid = element(columns, "div", { class: "grid" });
     for (const n of shown) {
@@ -62,13 +63,12 @@ class Grid {
     const { right, marked, bar } = this;
     bar.replaceChildren();
     this.chooser = null;
-    const tools = element(bar, "p", { class: "tools" });
-    if (right.length) tool(tools, "Enter", `${marked.size ? "The others are" : right.length > 1 ? "All are" : "It is"} right: ${right.length}`, () => this.accept());
-    if (this.answers.actions.length) tool(tools, "⌫", "Undo", () => this.page.undo());
+    if (right.length) tool(element(bar, "p", { class: "tools" }), "Enter", `${marked.size ? "The others are" : right.length > 1 ? "All are" : "It is"} right: ${right.length}`, () => this.accept());
     if (!marked.size) return;
-    tool(tools, "?", "Not sure", () => this.decide(null));
-    element(bar, "h3", {}, `What ${marked.size > 1 ? `are the ${marked.size}` : "is the one"} that you marked?`);
-    this.chooser = new Chooser(bar, this.answers, (label) => this.decide(label));
+    const wrong = element(bar, "div", { class: "wrong" });
+    element(wrong, "h3", {}, `What ${marked.size > 1 ? `are the ${marked.size}` : "is the one"} that you marked?`);
+    this.chooser = new Chooser(wrong, this.answers, (label) => this.decide(label));
+    tool(element(wrong, "p", { class: "tools" }), "?", "Not sure", () => this.decide(null));
   }
 
   decide(label) {
@@ -78,7 +78,7 @@ class Grid {
 
   accept() {
     this.answers.act("accept", this.right);
-    this.page.draw();
+    this.page.open(this);
   }
 
   key(event) {
@@ -86,7 +86,7 @@ class Grid {
     const columns = getComputedStyle(this.grid).gridTemplateColumns.split(" ").length;
     const steps = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns };
     if (event.key in steps && tiles.length) tiles[place < 0 ? 0 : Math.min(tiles.length - 1, Math.max(0, place + steps[event.key]))].focus();
-    else if (event.key === "Enter") this.accept();
+    else if (event.key === "Enter" && place >= 0) this.accept(); // what comes next has to be gone to
     else if (event.key === "?" && this.marked.size) this.decide(null);
     else return this.chooser?.key(event) ?? false;
     return true;
@@ -145,7 +145,7 @@ class Guesses {
       element(choice, "b", {}, label);
       element(choice, "span", { class: isLeft.has(label) ? "" : "done" }, isLeft.has(label) ? times(images.length, "image") : `✓ ${images.length.toLocaleString("en")} looked at`);
     }
-    if (answers.actions.length) tool(element(parent, "p", { class: "tools" }), "⌫", "Undo", () => this.page.undo());
+    this.page.drawUndo(element(parent, "p", { class: "tools" }));
   }
 }
 
@@ -216,6 +216,10 @@ class Page {
     if (place >= 0) this.view.place = place;
     this.view.batch = null; // what comes back comes first
     this.draw();
+  }
+
+  drawUndo(parent) {
+    if (this.answers.actions.length) tool(parent, "⌫", "Undo", () => this.undo());
   }
 
   key(event) {
