@@ -3,6 +3,7 @@
 import csv
 
 import pytest
+from PIL import Image
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
@@ -92,3 +93,92 @@ def test_on_a_phone_the_photos_come_before_the_button_that_confirms_them(guessed
     guessed.browser.execute_script("scrollTo(0, document.body.scrollHeight)")
     find_button(guessed, "The others are right: 47").click()
     assert guessed.ask("scrollY") == 0
+
+
+def count(page):
+    return page.ask("document.querySelector('.count').textContent")
+
+
+def note(page):
+    return page.ask("document.querySelector('.saved').textContent")
+
+
+def give(page, first, last, label):
+    """Label some of the images, in the order of their names, as a group."""
+    numbers = "[...data.names.keys()].sort((one, other) => data.names[one] < data.names[other] ? -1 : 1)"
+    act = f"page.answers.act('label', {numbers}.slice({first}, {last}), '{label}', true); page.draw()"
+    page.browser.execute_script(act)
+    page.press(Keys.ARROW_RIGHT)  # Chromium does not let a page that nobody has used ask before it closes
+
+
+def test_labels_that_were_not_saved_come_to_the_next_page_of_the_images(page):
+    page.open()
+    give(page, 0, 4, "red")
+    page.open(seed=3)
+    assert count(page) == "4 labelled, not saved yet"
+    assert note(page) == "4 labels that were not saved yet are back. ⌫Undo"
+    few = page.save("few.csv")
+    assert {*few.values()} == {("red", "group:1")}
+    give(page, 10, 12, "blue")
+    page.open(labels=page.folder / "few.csv")
+    assert count(page) == "6 labelled, not saved yet"
+    page.press(Keys.ARROW_RIGHT)
+    page.browser.refresh()
+    assert count(page) == "6 labelled, not saved yet", "once"
+    table = page.save("few-1.csv")
+    assert table.items() >= few.items()
+    assert {*table.values()} == {("red", "group:1"), ("blue", "group:3")}, (
+        "of another group than those before"
+    )
+
+
+def test_labels_that_are_back_can_be_undone_and_are_gone(page):
+    page.open()
+    give(page, 0, 3, "red")
+    page.open(seed=3)
+    page.browser.find_element(By.CSS_SELECTOR, ".saved button").click()
+    assert (count(page), note(page)) == ("0 labelled, not saved yet", "")
+    page.open(seed=4)
+    assert count(page) == "0 labelled"
+
+
+def test_a_table_that_was_changed_after_it_was_saved_is_what_counts(page):
+    page.open()
+    give(page, 0, 4, "red")
+    few = page.save("few.csv")
+    edited = [(name, "blue") for name in few]
+    with (page.folder / "few.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("name", "label"), *edited])
+    give(page, 5, 6, "red")
+    page.browser.execute_script("page.undo()")
+    page.open(labels=page.folder / "few.csv")
+    assert count(page) == "4 labelled"
+    assert {label for label, _ in page.save("few-1.csv").values()} == {"blue"}
+
+
+def test_a_guess_that_was_accepted_stays_what_it_was(guessed):
+    guessed.browser.execute_script("page.check('red'); page.view.accept()")
+    guessed.press(Keys.ARROW_RIGHT)
+    with (guessed.folder / "rest.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("name", "label"), *((name, "blue") for name in guessed.truth)])
+    guessed.open(guesses=guessed.folder / "rest.csv")
+    assert count(guessed) == "48 labelled, not saved yet"
+    assert {*guessed.save("few.csv").values()} == {("red", "checked")}
+
+
+def test_other_photos_of_the_same_names_get_no_labels_and_added_ones_are_no_harm(page, tmp_path):
+    for folder in ("one", "two"):
+        for number in range(20):
+            path = tmp_path / folder / f"{number}.png"
+            path.parent.mkdir(exist_ok=True)
+            Image.new("RGB", (9, 9), (number, 0, 200 if folder == "one" else 0)).save(path)
+    page.photos = tmp_path / "one"
+    page.open()
+    give(page, 0, 3, "red")
+    page.photos = tmp_path / "two"
+    page.open()
+    assert count(page) == "0 labelled"
+    Image.new("RGB", (9, 9)).save(tmp_path / "one" / "new.png")
+    page.photos = tmp_path / "one"
+    page.open()
+    assert count(page) == "3 labelled, not saved yet"

@@ -247,14 +247,22 @@ class Page {
     link.click();
     link.remove();
     this.answers.saves += 1;
+    this.answers.saved = this.answers.actions.length;
     this.answers.keep(false);
     this.draw();
   }
 
   // Until something changes.
   drawSaved() {
-    const { note, answers: { rows, saves, changed } } = this;
-    note.hidden = changed || !saves;
+    const { note, answers: { rows, saves, changed, actions } } = this, back = actions.at(-1)?.kind === "back" ? actions.at(-1).images : [];
+    note.hidden = changed ? !back.length : !saves;
+    note.textContent = "";
+    if (note.hidden) return;
+    if (changed) {
+      const [was, is] = back.length === 1 ? ["was", "is"] : ["were", "are"];
+      note.textContent = `${times(back.length, "label")} that ${was} not saved yet ${is} back. `;
+      return this.drawUndo(note);
+    }
     note.textContent = `${this.file(saves - 1)} is in your downloads. `;
     this.drawCommand(note, this.file(saves - 1));
     if (rows.filter((row) => row[2] === "random").length < JUDGES) note.append(` To know better how good its labels are, label ${JUDGES} or more images in Check by chance, now or later.`);
