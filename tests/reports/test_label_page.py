@@ -50,7 +50,7 @@ def test_labels_alike_are_one_and_undoing_goes_back(page):
     assert page.ask("page.answers.actions.map((it) => it.label)")[3:] == ["7", None, "none of these"]
     for _ in range(5):
         page.press(Keys.BACKSPACE)
-    page.press_control("z")
+    page.press_with(Keys.CONTROL, "z")
     assert page.name == first
     assert page.ask("page.answers.actions") == []
     page.press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_LEFT)

@@ -182,3 +182,24 @@ def test_other_photos_of_the_same_names_get_no_labels_and_added_ones_are_no_harm
     page.photos = tmp_path / "one"
     page.open()
     assert count(page) == "3 labelled, not saved yet"
+
+
+def test_enter_takes_the_only_label_that_begins_so_and_says_so(page):
+    page.open()
+    page.show("Label")
+    page.press(*"Daisy", Keys.ENTER)
+    page.press(*"dai")
+    hints = "[...document.querySelectorAll('.labels button')].map((it) => it.textContent)"
+    assert page.ask(hints) == ["EnterDaisy", "Shift Enternew: dai"]
+    page.press(Keys.ENTER)
+    assert page.ask("page.answers.inUse") == ["Daisy"]
+    page.press(*"dai")
+    page.press_with(Keys.SHIFT, Keys.ENTER)
+    assert page.ask("page.answers.inUse") == ["Daisy", "dai"]
+    page.press(*"da")
+    assert page.ask(hints) == ["TabDaisy", "dai", "Enternew: da"], "which, nobody can say"
+    page.press("i")
+    assert page.ask(hints) == ["Daisy", "Enterdai"], "as it is written"
+    page.press("x", Keys.ENTER)
+    assert page.ask("page.answers.inUse") == ["Daisy", "dai", "daix"]
+    assert page.ask("page.answers.actions.map((it) => it.label)") == ["Daisy", "Daisy", "dai", "daix"]

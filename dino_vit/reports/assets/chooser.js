@@ -27,7 +27,7 @@ class Chooser {
     this.field.addEventListener("input", () => this.draw());
     this.field.addEventListener("keydown", (event) => {
       if (event.isComposing) return;
-      if (event.key === "Enter" && isLabel(this.field.value)) this.take(this.field.value, event);
+      if (event.key === "Enter" && isLabel(this.field.value)) this.take(event.shiftKey ? this.field.value : this.chosen, event);
       else if (event.key === "Tab" && this.completion && !event.shiftKey) {
         this.field.value = this.completion;
         this.draw();
@@ -53,14 +53,16 @@ class Chooser {
     const others = [...this.answers.spellings.values()].filter((label) => !keys.has(label)).sort();
     const fits = [...keys.keys(), ...others].filter((label) => same(label).includes(typed));
     const starts = fits.filter((label) => same(label).startsWith(typed) && same(label) !== typed);
-    this.completion = typed && !this.answers.spellings.has(typed) ? starts[0] : undefined;
+    const isNew = typed && !this.answers.spellings.has(typed);
+    this.completion = isNew ? starts[0] : undefined;
+    this.chosen = isNew && starts.length === 1 ? starts[0] : this.answers.spelling(this.field.value); // by Enter
     this.labels.replaceChildren();
     for (const label of fits) {
-      tool(this.labels, label === this.completion ? "Tab" : !typed && keys.get(label), label, () => this.take(label));
+      tool(this.labels, !typed ? keys.get(label) : label === this.chosen ? "Enter" : label === this.completion ? "Tab" : "", label, () => this.take(label));
     }
     if (typed && !isLabel(typed)) element(this.labels, "p", { class: "caption" }, `${typed} means that there is no label: write another word.`);
-    else if (typed && !fits.some((label) => same(label) === typed)) {
-      tool(this.labels, "Enter", `new: ${this.field.value.trim()}`, () => this.take(this.field.value));
+    else if (isNew) {
+      tool(this.labels, starts.length === 1 ? "Shift Enter" : "Enter", `new: ${this.field.value.trim()}`, () => this.take(this.field.value));
     }
   }
 
