@@ -203,3 +203,12 @@ def test_enter_takes_the_only_label_that_begins_so_and_says_so(page):
     page.press("x", Keys.ENTER)
     assert page.ask("page.answers.inUse") == ["Daisy", "dai", "daix"]
     assert page.ask("page.answers.actions.map((it) => it.label)") == ["Daisy", "Daisy", "dai", "daix"]
+
+
+def test_a_digit_in_an_empty_field_chooses(page):
+    page.open()
+    page.show("Label")
+    page.press(*"red", Keys.ENTER, *"x", Keys.BACKSPACE, "1")
+    assert page.ask("page.answers.actions.map((it) => it.label)") == ["red", "red"]
+    page.press(*"x", Keys.BACKSPACE, *"7", Keys.ENTER)
+    assert page.ask("page.answers.inUse") == ["red", "7"], "one that is in use for none begins a label"

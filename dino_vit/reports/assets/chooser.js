@@ -28,6 +28,7 @@ class Chooser {
     this.field.addEventListener("keydown", (event) => {
       if (event.isComposing) return;
       if (event.key === "Enter" && isLabel(this.field.value)) this.take(event.shiftKey ? this.field.value : this.chosen, event);
+      else if (/^\d$/.test(event.key) && !this.field.value) this.key(event);
       else if (event.key === "Tab" && this.completion && !event.shiftKey) {
         this.field.value = this.completion;
         this.draw();
