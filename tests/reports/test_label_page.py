@@ -112,11 +112,15 @@ def test_an_image_met_elsewhere_is_random_only_once_all_before_it_are_labelled(p
 
 def test_a_row_that_is_named_is_looked_through(page):
     page.open()
+    kept = page.ask("data.clusters[0].images.filter((n) => page.answers.isKept(n)).length")
+    size = page.ask("data.clusters[0].size")
+    assert text_of(page.browser, ".row .caption") == f"{size} images ({kept} kept for the check)"
     field = page.browser.find_element(By.CSS_SELECTOR, ".row input")
     field.send_keys("red", Keys.ENTER)
     assert text_of(page.browser, "#view h2") == "red?"
     shown = [tile.get_attribute("alt") for tile in page.browser.find_elements(By.CSS_SELECTOR, ".grid img")]
-    assert len(shown) > 1
+    assert len(shown) == size - kept > 1
+    assert text_of(page.browser, "nav [aria-pressed=true]") == "Overview"
     assert not {*shown} & {*page.ask("data.sample.map((n) => data.names[n])")}
     page.press(Keys.ARROW_RIGHT, Keys.SPACE)
     page.press(*"odd", Keys.ENTER)
@@ -180,7 +184,7 @@ def test_guesses_are_checked_by_label_and_one_by_one_and_by_chance(page):
     assert len(sample) == 10
     right = sum(name not in wrong or page.truth[name] == "blue" for name in sample)
     low, high = (round(100 * bound) for bound in wilson_interval(right / 10, 10))
-    sentence = f"{right} of 10 random images are labelled right ({low} to {high} %)"
+    sentence = f"{right} of 10 random images are guessed right ({low} to {high} %)"
     assert text_of(page.browser, ".learned") == sentence
     view = text_of(page.browser, "#view")
     assert f"Expect {100 - high} to {100 - low} wrong ones among 100 guesses before your corrections." in view

@@ -108,7 +108,8 @@ class Overview {
       for (const n of images.slice(0, STRIP)) photo(strip, n);
       const side = element(row, "div"), labels = byCount(images.map((n) => answers.answers[n]?.label).filter(Boolean));
       const done = images.filter((n) => answers.answers[n]?.label).length;
-      element(side, "p", { class: "caption" }, `${times(size, "image")}${done ? `, ${done} labelled: ${labels.slice(0, 3).join(", ")}` : ""}`);
+      const kept = images.filter((n) => answers.isKept(n)).length;
+      element(side, "p", { class: "caption" }, `${times(size, "image")}${kept ? ` (${kept.toLocaleString("en")} kept for the check)` : ""}${done ? `, ${done} labelled: ${labels.slice(0, 3).join(", ")}` : ""}`);
       const left = images.filter((n) => answers.isOpen(n));
       if (!left.length) continue;
       const form = element(side, "div", { class: "name" });
@@ -122,7 +123,7 @@ class Overview {
 
   name(images, label) {
     this.page.answers.act("guess", images, label, true);
-    this.page.check(this.page.answers.spelling(label));
+    this.page.check(this.page.answers.spelling(label), "Overview");
   }
 }
 
@@ -181,10 +182,10 @@ class Page {
   }
 
   // Look through the guesses of a label.
-  check(label) {
-    this.name = "Check guesses";
+  check(label, from = "Check guesses") {
+    this.name = from;
     const images = [...this.answers.toCheck(), ...this.answers.toCheck(true)].flatMap(([name, each]) => (name === label ? each : []));
-    this.open(new Grid(this, images, { title: `${label}?`, back: () => this.show("Check guesses") }));
+    this.open(new Grid(this, images, { title: `${label}?`, back: () => this.show(from) }));
   }
 
   draw() {
