@@ -67,9 +67,9 @@ def run(config: LabelConfig) -> Written:
     data = choose(features, rows, shuffled, config)
     shown = indices[data.pop("rows")].tolist()
     data |= describe_page(source, shown, given, config)
-    data["digest"] = hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]
+    data["photos"], data["ids"] = zip(*draw_photos(frozen, source, shown), strict=True)
+    data["digest"] = digest_of(json.dumps(data).encode())
     data["command"] = next_command(config)
-    data["photos"] = draw_photos(frozen, source, shown)
     folder = public(config.source).rstrip("/").rpartition("/")[2]
     html = fill_in("label.html", title=folder, data=data).encode()
     write_bytes(output, html)
@@ -197,19 +197,25 @@ def next_command(config: LabelConfig) -> str:
     return "" if any(map(is_object, inputs)) else command
 
 
-def draw_photos(frozen: FrozenBackbone, source: ImageSet, indices: Sequence[int]) -> list[str]:
-    """Return the photos of images as `data:` addresses, of about as many pixels each."""
+def digest_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def draw_photos(frozen: FrozenBackbone, source: ImageSet, indices: Sequence[int]) -> list[tuple[str, str]]:
+    """Return photos as `data:` addresses, of about as many pixels each, with digests of their images."""
     pixels, area = frozen.transform.pixels, PHOTO_PIXELS // len(indices)
 
     def reduction(height: int, width: int) -> int:
         return next(factor for factor in (8, 4, 2, 1) if factor == 1 or height * width >= area * factor**2)
 
-    def draw(index: int) -> str:
+    def draw(index: int) -> tuple[str, str]:
         item = read_item(source, index, pixels.max_pixels)
         picture = as_picture(decode_item(item, source.name(index), pixels, reduction))
         shorter, longer = sorted(picture.shape[1:])
         side = min(PHOTO_SIDE, math.isqrt(area * longer // shorter))
-        return data_uri(resize_sides(picture, None, side), quality=60)
+        content = item if isinstance(item, bytes) else item.numpy().tobytes()
+        identity = digest_of(source.name(index).encode() + content)
+        return data_uri(resize_sides(picture, None, side), quality=60), identity
 
     with progress("Drawing images", len(indices)) as advance:
         return in_threads(draw, indices, lambda _: advance(1), frozen.threads or 1)

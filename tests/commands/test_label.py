@@ -65,6 +65,10 @@ def test_fewer_images_are_shown_if_asked_for_and_the_random_ones_are_a_fifth(lab
     assert label(images=20)["names"] == data["names"], "the same call, the same page"
     assert label(images=20)["digest"] == data["digest"]
     other = label(images=20, seed=1)
+    first, second = (dict(zip(each["names"], each["ids"], strict=True)) for each in (data, other))
+    shared = first.keys() & second.keys()
+    assert {first[name] for name in shared} == {second[name] for name in shared}
+    assert len({*(first | second).values()}) == len(first | second)
     assert other["names"] != data["names"]
     assert other["digest"] != data["digest"]
     assert label(images=30)["sample"] == [0, 1, 2, 3, 4, 5], "drawn first, whatever is typical"

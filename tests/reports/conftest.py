@@ -4,6 +4,7 @@ import pytest
 
 from dino_vit.cli import main
 from tests.support.browser import open_browser
+from tests.support.labelling import LabelPage, write_images
 from tests.support.reports import make_run
 
 
@@ -32,3 +33,17 @@ def written(made):
     path = made.parent / "page.html"
     assert main(["report", str(made), f"output={path}"]) == 0
     return path
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """Images of two colours, and which is which."""
+    folder = tmp_path_factory.mktemp("label") / "photos"
+    return folder, write_images(folder)
+
+
+@pytest.fixture
+def page(browser, photos, tmp_path):
+    """The page to label them by."""
+    with LabelPage.opened(browser, *photos, tmp_path) as label_page:
+        yield label_page

@@ -74,7 +74,7 @@ def check(page, first, given, few, corrected, random, said):
     assert {few[name][1] for name in random} == {"random"}
     right = sum(first[name]["label"] == page.truth[name] for name in random)
     low, high = (round(100 * bound) for bound in wilson_interval(right / len(random), len(random)))
-    assert said == f"{right} of {len(random)} random images are labelled right ({low} to {high} %)"
+    assert said == f"{right} of {len(random)} random images are guessed right ({low} to {high} %)"
     left = [name for name in page.truth if name not in given]
     assert low <= 100 * np.mean([first[name]["label"] == page.truth[name] for name in left]) <= high
 

@@ -12,21 +12,9 @@ from dino_vit.data.labels import NO_LABEL
 from dino_vit.data.open import open_source
 from dino_vit.eval.statistics import wilson_interval
 from tests.support.browser import set_screen, text_of
-from tests.support.labelling import NAMES, LabelPage, write_images
+from tests.support.labelling import NAMES
 
 VIEWS = "Overview", "Label", "Check by chance"  # without guesses
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("label") / "photos"
-    return folder, write_images(folder)
-
-
-@pytest.fixture
-def page(browser, photos, tmp_path):
-    with LabelPage.opened(browser, *photos, tmp_path) as label_page:
-        yield label_page
 
 
 def test_every_image_is_labelled_by_keys_and_its_name_comes_back(page):
@@ -62,7 +50,7 @@ def test_labels_alike_are_one_and_undoing_goes_back(page):
     assert page.ask("page.answers.actions.map((it) => it.label)")[3:] == ["7", None, "none of these"]
     for _ in range(5):
         page.press(Keys.BACKSPACE)
-    page.press_control("z")
+    page.press_with(Keys.CONTROL, "z")
     assert page.name == first
     assert page.ask("page.answers.actions") == []
     page.press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_LEFT)
@@ -124,15 +112,19 @@ def test_an_image_met_elsewhere_is_random_only_once_all_before_it_are_labelled(p
 
 def test_a_row_that_is_named_is_looked_through(page):
     page.open()
+    kept = page.ask("data.clusters[0].images.filter((n) => page.answers.isKept(n)).length")
+    size = page.ask("data.clusters[0].size")
+    assert text_of(page.browser, ".row .caption") == f"{size} images ({kept} kept for the check)"
     field = page.browser.find_element(By.CSS_SELECTOR, ".row input")
     field.send_keys("red", Keys.ENTER)
     assert text_of(page.browser, "#view h2") == "red?"
     shown = [tile.get_attribute("alt") for tile in page.browser.find_elements(By.CSS_SELECTOR, ".grid img")]
-    assert len(shown) > 1
+    assert len(shown) == size - kept > 1
+    assert text_of(page.browser, "nav [aria-pressed=true]") == "Overview"
     assert not {*shown} & {*page.ask("data.sample.map((n) => data.names[n])")}
     page.press(Keys.ARROW_RIGHT, Keys.SPACE)
     page.press(*"odd", Keys.ENTER)
-    page.press(Keys.ENTER)
+    page.press(Keys.ARROW_RIGHT, Keys.ENTER)
     table = page.save("few.csv")
     assert table.pop(shown[0]) == ("odd", "corrected")
     assert table == dict.fromkeys(shown[1:], ("red", "group:1"))
@@ -175,7 +167,7 @@ def test_guesses_are_checked_by_label_and_one_by_one_and_by_chance(page):
         if page.truth[name] == "red":
             tile.find_element(By.XPATH, "..").send_keys(Keys.SPACE)
     page.press(page.ask("page.answers.keys().get('red')"))
-    page.press(Keys.ENTER)
+    page.press(Keys.ARROW_RIGHT, Keys.ENTER)
     assert page.ask("page.answers.toCheck().map(([label]) => label)") == ["red"]
     captions = [it.text for it in page.browser.find_elements(By.CSS_SELECTOR, ".grid span")]
     assert captions == [page.truth[name] for name in blue], "what was decided is in sight"
@@ -192,7 +184,7 @@ def test_guesses_are_checked_by_label_and_one_by_one_and_by_chance(page):
     assert len(sample) == 10
     right = sum(name not in wrong or page.truth[name] == "blue" for name in sample)
     low, high = (round(100 * bound) for bound in wilson_interval(right / 10, 10))
-    sentence = f"{right} of 10 random images are labelled right ({low} to {high} %)"
+    sentence = f"{right} of 10 random images are guessed right ({low} to {high} %)"
     assert text_of(page.browser, ".learned") == sentence
     view = text_of(page.browser, "#view")
     assert f"Expect {100 - high} to {100 - low} wrong ones among 100 guesses before your corrections." in view

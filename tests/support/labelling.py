@@ -81,8 +81,8 @@ class LabelPage:
     def press(self, *keys):
         ActionChains(self.browser, duration=0).send_keys(*keys).perform()
 
-    def press_control(self, key):
-        ActionChains(self.browser).key_down(Keys.CONTROL).send_keys(key).key_up(Keys.CONTROL).perform()
+    def press_with(self, held, key):
+        ActionChains(self.browser).key_down(held).send_keys(key).key_up(held).perform()
 
     def show(self, view):
         """Go to a view by the keyboard."""
@@ -132,12 +132,12 @@ class LabelPage:
                 corrected += marked
             if len(corrected) >= count:
                 break
-            self.press(Keys.ENTER)
+            self.press(Keys.ARROW_RIGHT, Keys.ENTER)
         return corrected
 
     def save(self, name):
         """Save by the keyboard, and return the rows of the file."""
-        self.press_control("s")
+        self.press_with(Keys.CONTROL, "s")
         path = self.folder / name
         WebDriverWait(self.browser, 20).until(lambda _: path.exists() and path.stat().st_size)
         with path.open(encoding="utf-8-sig", newline="") as file:

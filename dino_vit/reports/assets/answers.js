@@ -6,6 +6,7 @@ const LEAST = 10; // images of a class of which its share is told
 const Z = 1.959964; // half the width of a 95 % confidence interval, in standard errors
 
 const same = (text) => text.trim().replace(/\s+/g, " ").toLocaleLowerCase(); // of labels that are one
+const STORED = "dino-vit label "; // the keys in the storage of the browser, each of one page
 const NO_LABEL = ["", "nan", "-1", "-1.0"]; // for predict, and the next page
 const isLabel = (text) => !NO_LABEL.includes(same(text));
 const times = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
@@ -16,24 +17,45 @@ function wilson(right, count) {
   return [middle - reach, middle + reach].map((bound) => Math.round(100 * bound));
 }
 
+const groupOf = (origin) => Number(/^group:(\d+)$/.exec(origin)?.[1] ?? 0);
+
 // What is known of the images: given, guessed, and what the actions have said since.
 class Answers {
   constructor() {
     this.sample = new Set(data.sample);
-    const groups = [...data.given, ...data.others.map((row) => row.slice(1))].map((row) => /^group:(\d+)$/.exec(row?.[1])?.[1]);
-    this.groups = Math.max(0, ...groups.filter(Boolean).map(Number));
-    [this.actions, this.saves, this.changed, this.key] = [[], 0, false, `dino-vit label ${data.digest}`];
+    this.groups = Math.max(0, ...[...data.given, ...data.others.map((row) => row.slice(1))].map((row) => groupOf(row?.[1])));
+    Object.assign(this, { actions: [], saves: 0, saved: 0, changed: false, key: `${STORED}${data.digest}` });
     this.recall();
   }
 
   recall() {
     try {
-      Object.assign(this, JSON.parse(localStorage.getItem(this.key)));
+      const stored = localStorage.getItem(this.key);
+      if (stored) Object.assign(this, JSON.parse(stored));
+      else this.takeOver();
     } catch { /* a browser without storage starts anew */ }
     this.replay();
   }
 
-  // Kinds: label, one or several; accept, of guesses; guess, by which a row is named. A null is "not sure".
+  // What other pages know of these images, and no saved table does, is moved to this new one.
+  takeOver() {
+    const numbers = new Map(data.ids.map((id, n) => [id, n])), back = new Map();
+    for (const key of Object.keys(localStorage).filter((each) => each.startsWith(STORED))) {
+      const other = JSON.parse(localStorage.getItem(key)), taken = other.unsaved.filter(([id]) => numbers.has(id)), { groups } = this;
+      if (!taken.length) continue;
+      for (const [id, { label, origin }] of taken) {
+        const group = groupOf(origin) && groups + groupOf(origin); // a number that is free here
+        this.groups = Math.max(this.groups, group);
+        back.set(numbers.get(id), { label, origin: group ? `group:${group}` : origin });
+      }
+      const unsaved = other.unsaved.filter(([id]) => !numbers.has(id));
+      localStorage.setItem(key, JSON.stringify({ ...other, actions: other.actions.slice(0, other.saved), unsaved, changed: false }));
+    }
+    this.act("back", [...back.keys()], null, [...back.values()]);
+  }
+
+  // Kinds: label, one or several; accept, of guesses; guess, by which a row is named; back, of an earlier page, with
+  // the answers as the last argument. A null is "not sure".
   act(kind, images, label = null, together = false) {
     if (!images.length) return;
     this.actions.push({ kind, images, label: label && this.spelling(label), together });
@@ -42,6 +64,7 @@ class Answers {
 
   undo() {
     const action = this.actions.pop();
+    this.saved = Math.min(this.saved, this.actions.length);
     if (action) this.keep(true);
     return action;
   }
@@ -50,8 +73,9 @@ class Answers {
     this.changed = changed;
     this.replay();
     try {
-      const { actions, saves } = this;
-      localStorage.setItem(this.key, JSON.stringify({ actions, saves, changed }));
+      const { actions, saves, saved, groups } = this, since = new Set(actions.slice(saved).flatMap(({ images }) => images));
+      const unsaved = [...since].filter((n) => this.answers[n]).map((n) => [data.ids[n], this.answers[n]]);
+      localStorage.setItem(this.key, JSON.stringify({ actions, saves, saved, groups, changed, unsaved }));
     } catch { /* the page asks before it closes */ }
   }
 
@@ -62,13 +86,14 @@ class Answers {
     this.know(data.labels);
     let groups = this.groups;
     for (const { kind, images, label, together } of this.actions) {
-      const group = together ? `group:${++groups}` : null;
-      for (const n of images) {
+      const group = together === true ? `group:${++groups}` : null;
+      for (const [place, n] of images.entries()) {
         const guess = this.guess(n);
         if (kind === "guess") this.guesses[n] = { label, confidence: 0, group };
+        else if (kind === "back") this.answers[n] = { ...together[place] };
         else if (kind === "label") this.answers[n] = { label, origin: group ?? this.origin(n, guess, label) };
         else this.answers[n] = { label: guess.label, origin: guess.group ?? "checked" };
-        this.know([kind === "accept" ? guess.label : label]);
+        this.know([kind === "guess" ? label : this.answers[n].label]);
       }
     }
     // Until the first without an answer, they are random; those that were met elsewhere after it are not.

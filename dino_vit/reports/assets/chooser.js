@@ -1,14 +1,15 @@
 // Buttons with their keys, photos, and the labels to choose from.
 
+// The second click of a double-click would answer for what has only just come; steps are often clicked fast.
 function button(parent, text, act, attributes = {}) {
   const made = element(parent, "button", { type: "button", ...attributes }, text);
-  made.addEventListener("click", act);
+  made.addEventListener("click", ({ detail }) => (detail < 2 || made.matches(".step")) && act());
   return made;
 }
 
 // A button with the key that does the same.
 function tool(parent, key, text, act) {
-  const made = button(parent, "", act);
+  const made = button(parent, "", act, ["⌫", "←", "→"].includes(key) ? { class: "step" } : {});
   if (key) element(made, "kbd", {}, key);
   made.append(text);
 }
@@ -26,7 +27,8 @@ class Chooser {
     this.field.addEventListener("input", () => this.draw());
     this.field.addEventListener("keydown", (event) => {
       if (event.isComposing) return;
-      if (event.key === "Enter" && isLabel(this.field.value)) this.take(this.field.value, event);
+      if (event.key === "Enter" && isLabel(this.field.value)) this.take(event.shiftKey ? this.field.value : this.chosen, event);
+      else if (/^\d$/.test(event.key) && !this.field.value) this.key(event);
       else if (event.key === "Tab" && this.completion && !event.shiftKey) {
         this.field.value = this.completion;
         this.draw();
@@ -52,14 +54,16 @@ class Chooser {
     const others = [...this.answers.spellings.values()].filter((label) => !keys.has(label)).sort();
     const fits = [...keys.keys(), ...others].filter((label) => same(label).includes(typed));
     const starts = fits.filter((label) => same(label).startsWith(typed) && same(label) !== typed);
-    this.completion = typed && !this.answers.spellings.has(typed) ? starts[0] : undefined;
+    const isNew = typed && !this.answers.spellings.has(typed);
+    this.completion = isNew ? starts[0] : undefined;
+    this.chosen = isNew && starts.length === 1 ? starts[0] : this.answers.spelling(this.field.value); // by Enter
     this.labels.replaceChildren();
     for (const label of fits) {
-      tool(this.labels, label === this.completion ? "Tab" : !typed && keys.get(label), label, () => this.take(label));
+      tool(this.labels, !typed ? keys.get(label) : label === this.chosen ? "Enter" : label === this.completion ? "Tab" : "", label, () => this.take(label));
     }
     if (typed && !isLabel(typed)) element(this.labels, "p", { class: "caption" }, `${typed} means that there is no label: write another word.`);
-    else if (typed && !fits.some((label) => same(label) === typed)) {
-      tool(this.labels, "Enter", `new: ${this.field.value.trim()}`, () => this.take(this.field.value));
+    else if (isNew) {
+      tool(this.labels, starts.length === 1 ? "Shift Enter" : "Enter", `new: ${this.field.value.trim()}`, () => this.take(this.field.value));
     }
   }
 

@@ -26,9 +26,10 @@ class Grid {
     button(heading, "← All", this.back);
     element(heading, "h2", {}, this.title);
     if (shown.length) button(heading, "One at a time", () => this.openOne([...this.images]));
+    this.page.drawUndo(heading);
     const rest = left > shown.length ? `${left.toLocaleString("en")} to look through, ${shown.length} of them here. ` : "";
     const lead = element(parent, "p", { class: "lead" }, shown.length ? `${rest}Click what is wrong.` : "All of these are done. What they are now:");
-    if (shown.length) element(lead, "span", { class: "keys" }, " With keys: arrows and the space bar.");
+    if (shown.length) element(lead, "span", { class: "keys" }, " With keys: arrows, then the space bar or Enter.");
     const columns = element(parent, "div", { class: "check" });
     this.grid = element(columns, "div", { class: "grid" });
     for (const n of shown) {
@@ -62,13 +63,12 @@ class Grid {
     const { right, marked, bar } = this;
     bar.replaceChildren();
     this.chooser = null;
-    const tools = element(bar, "p", { class: "tools" });
-    if (right.length) tool(tools, "Enter", `${marked.size ? "The others are" : right.length > 1 ? "All are" : "It is"} right: ${right.length}`, () => this.accept());
-    if (this.answers.actions.length) tool(tools, "⌫", "Undo", () => this.page.undo());
+    if (right.length) tool(element(bar, "p", { class: "tools" }), "Enter", `${marked.size ? "The others are" : right.length > 1 ? "All are" : "It is"} right: ${right.length}`, () => this.accept());
     if (!marked.size) return;
-    tool(tools, "?", "Not sure", () => this.decide(null));
-    element(bar, "h3", {}, `What ${marked.size > 1 ? `are the ${marked.size}` : "is the one"} that you marked?`);
-    this.chooser = new Chooser(bar, this.answers, (label) => this.decide(label));
+    const wrong = element(bar, "div", { class: "wrong" });
+    element(wrong, "h3", {}, `What ${marked.size > 1 ? `are the ${marked.size}` : "is the one"} that you marked?`);
+    this.chooser = new Chooser(wrong, this.answers, (label) => this.decide(label));
+    tool(element(wrong, "p", { class: "tools" }), "?", "Not sure", () => this.decide(null));
   }
 
   decide(label) {
@@ -78,7 +78,7 @@ class Grid {
 
   accept() {
     this.answers.act("accept", this.right);
-    this.page.draw();
+    this.page.open(this);
   }
 
   key(event) {
@@ -86,7 +86,7 @@ class Grid {
     const columns = getComputedStyle(this.grid).gridTemplateColumns.split(" ").length;
     const steps = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns };
     if (event.key in steps && tiles.length) tiles[place < 0 ? 0 : Math.min(tiles.length - 1, Math.max(0, place + steps[event.key]))].focus();
-    else if (event.key === "Enter") this.accept();
+    else if (event.key === "Enter" && place >= 0) this.accept(); // what comes next has to be gone to
     else if (event.key === "?" && this.marked.size) this.decide(null);
     else return this.chooser?.key(event) ?? false;
     return true;
@@ -108,7 +108,8 @@ class Overview {
       for (const n of images.slice(0, STRIP)) photo(strip, n);
       const side = element(row, "div"), labels = byCount(images.map((n) => answers.answers[n]?.label).filter(Boolean));
       const done = images.filter((n) => answers.answers[n]?.label).length;
-      element(side, "p", { class: "caption" }, `${times(size, "image")}${done ? `, ${done} labelled: ${labels.slice(0, 3).join(", ")}` : ""}`);
+      const kept = images.filter((n) => answers.isKept(n)).length;
+      element(side, "p", { class: "caption" }, `${times(size, "image")}${kept ? ` (${kept.toLocaleString("en")} kept for the check)` : ""}${done ? `, ${done} labelled: ${labels.slice(0, 3).join(", ")}` : ""}`);
       const left = images.filter((n) => answers.isOpen(n));
       if (!left.length) continue;
       const form = element(side, "div", { class: "name" });
@@ -122,7 +123,7 @@ class Overview {
 
   name(images, label) {
     this.page.answers.act("guess", images, label, true);
-    this.page.check(this.page.answers.spelling(label));
+    this.page.check(this.page.answers.spelling(label), "Overview");
   }
 }
 
@@ -145,7 +146,7 @@ class Guesses {
       element(choice, "b", {}, label);
       element(choice, "span", { class: isLeft.has(label) ? "" : "done" }, isLeft.has(label) ? times(images.length, "image") : `✓ ${images.length.toLocaleString("en")} looked at`);
     }
-    if (answers.actions.length) tool(element(parent, "p", { class: "tools" }), "⌫", "Undo", () => this.page.undo());
+    this.page.drawUndo(element(parent, "p", { class: "tools" }));
   }
 }
 
@@ -181,10 +182,10 @@ class Page {
   }
 
   // Look through the guesses of a label.
-  check(label) {
-    this.name = "Check guesses";
+  check(label, from = "Check guesses") {
+    this.name = from;
     const images = [...this.answers.toCheck(), ...this.answers.toCheck(true)].flatMap(([name, each]) => (name === label ? each : []));
-    this.open(new Grid(this, images, { title: `${label}?`, back: () => this.show("Check guesses") }));
+    this.open(new Grid(this, images, { title: `${label}?`, back: () => this.show(from) }));
   }
 
   draw() {
@@ -218,6 +219,10 @@ class Page {
     this.draw();
   }
 
+  drawUndo(parent) {
+    if (this.answers.actions.length) tool(parent, "⌫", "Undo", () => this.undo());
+  }
+
   key(event) {
     const held = event.repeat && !event.key.startsWith("Arrow"), writes = event.target.matches("input[type=text]") && event.target.value;
     if ((event.ctrlKey || event.metaKey) && event.key === "s") held || this.save();
@@ -243,6 +248,7 @@ class Page {
     link.click();
     link.remove();
     this.answers.saves += 1;
+    this.answers.saved = this.answers.actions.length;
     this.answers.keep(false);
     this.draw();
     scrollTo(0, 0); // to what is to be done next
@@ -250,8 +256,15 @@ class Page {
 
   // Until something changes.
   drawSaved() {
-    const { note, answers: { rows, saves, changed } } = this;
-    note.hidden = changed || !saves;
+    const { note, answers: { rows, saves, changed, actions } } = this, back = actions.at(-1)?.kind === "back" ? actions.at(-1).images : [];
+    note.hidden = changed ? !back.length : !saves;
+    note.textContent = "";
+    if (note.hidden) return;
+    if (changed) {
+      const [was, is] = back.length === 1 ? ["was", "is"] : ["were", "are"];
+      note.textContent = `${times(back.length, "label")} that ${was} not saved yet ${is} back. `;
+      return this.drawUndo(note);
+    }
     note.textContent = `${this.file(saves - 1)} is in your downloads. `;
     this.drawCommand(note, this.file(saves - 1));
     if (rows.filter((row) => row[2] === "random").length < JUDGES) note.append(` To know better how good its labels are, label ${JUDGES} or more images in Check by chance, now or later.`);

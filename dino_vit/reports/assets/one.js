@@ -70,10 +70,10 @@ class One {
     const { all: [right, count], classes } = this.answers.checked();
     if (!count || (left && count < JUDGES)) return;
     const [low, high] = wilson(right, count);
-    element(parent, "p", { class: "learned" }, `${right} of ${times(count, "random image")} ${count === 1 ? "is" : "are"} labelled right (${low} to ${high} %)`);
+    element(parent, "p", { class: "learned" }, `${right} of ${times(count, "random image")} ${count === 1 ? "is" : "are"} guessed right (${low} to ${high} %)`);
     element(parent, "p", {}, `Expect ${100 - high} to ${100 - low} wrong ones among 100 guesses before your corrections.`);
     const enough = classes.filter(([, [, of]]) => of >= LEAST), few = classes.length - enough.length;
-    const parts = enough.map(([label, [its, of]]) => `${label}: ${its} of ${of}`);
+    const parts = enough.map(([label, [its, of]]) => `${label}: ${its} of ${of} guessed right`);
     if (few) parts.push(`${few} ${few === 1 ? "label" : "labels"} with fewer than ${LEAST} random images: too few to say`);
     element(parent, "p", { class: "caption" }, parts.join(" · "));
   }
