@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ _ROWS = 2**13  # of the table that are computed at a time
 
 def tabulate(queries: Tensor, names: Sequence[str], fitted: TrainedClassifier) -> pa.Table:
     """Return the table of guesses by the features of many images, some at a time."""
-    spread = [None] * len(queries) if fitted.spread is None else torch.split(fitted.spread, _ROWS)
+    spread = repeat(None) if fitted.spread is None else torch.split(fitted.spread, _ROWS)
     pairs = zip(torch.split(queries, _ROWS), spread, strict=False)
     blocks = [pa.table(_columns(block, outputs, fitted)) for block, outputs in pairs]
     return pa.concat_tables(blocks).add_column(0, "name", [names])
@@ -40,7 +41,8 @@ def _columns(queries: Tensor, spread: Tensor | None, fitted: TrainedClassifier) 
     def rounded(values: Tensor) -> NDArray[np.float64]:
         return np.array([round(value, 4) for value in values.tolist()])
 
-    columns: dict[str, Any] = {"label": _label_column(labels_of(outputs, facts.classes, facts.task))}
+    labels = _label_column(labels_of(outputs, facts.classes, facts.task), facts.task)
+    columns: dict[str, Any] = {"label": labels}
     columns["origin"] = [GUESSED] * len(outputs)
     columns["confidence"] = rounded(confidences_of(outputs, facts.task))
     if facts.task == "multiclass":
@@ -55,23 +57,23 @@ def _columns(queries: Tensor, spread: Tensor | None, fitted: TrainedClassifier) 
         del columns["confidence"], columns["second_confidence"]
     if fitted.learned is not None:
         cosines, rows = nearest(fitted.learned.features, classifier.reading(queries), k=1)
-        columns["nearest"] = [fitted.names[row] for row in rows[:, 0].tolist()]
-        columns["similarity"] = rounded(cosines[:, 0])
+        columns["nearest"] = [fitted.names[row] for row in rows.flatten().tolist()]
+        columns["similarity"] = rounded(cosines.flatten())
     return columns
 
 
-def _label_column(labels: Sequence[str] | Sequence[list[str]]) -> pa.Array:
-    is_text = isinstance(labels[0], str)
-    return pa.array(labels, pa.string() if is_text else pa.list_(pa.string()))
+def _label_column(labels: Sequence[str] | Sequence[list[str]], task: Task) -> pa.Array:
+    return pa.array(labels, pa.string() if task == "multiclass" else pa.list_(pa.string()))
 
 
 def with_given(guessed: pa.Table, pool: PooledFeatures) -> pa.Table:
     """Return the rows of guesses and those of the labels that were given, in the order of the images."""
     learned, source = pool.learned, pool.learned.source
-    labels = [*map(source.labels.names_of, source.codes(learned.indices).tolist())]
+    given = [*map(source.labels.names_of, source.codes(learned.indices).tolist())]
+    labels = given if learned.task == "multilabel" else [label for (label,) in given]
     columns = {
         "name": [*map(source.name, learned.indices.tolist())],
-        "label": _label_column(labels if learned.task == "multilabel" else [label for (label,) in labels]),
+        "label": _label_column(labels, learned.task),
         "origin": pool.origins.tolist(),
     }
     table = pa.concat_tables([guessed, pa.table(columns)], promote_options="default")
@@ -90,6 +92,10 @@ def summarise(
     table: pa.Table, guessed: pa.Table, task: Task, files: Mapping[str, Path], least: float | None
 ) -> Iterator[str]:
     """Say how many images are guessed to have which label, how sure that is, and where."""
+    if not len(guessed):
+        where = files.get("table", "the table")
+        yield f"All {plural(len(table), 'image')} have labels: {where} holds them, nothing was guessed"
+        return
     text = f"{len(guessed):,} of {plural(len(table), 'label')} guessed"
     if has_confidence := "confidence" in guessed.column_names:
         sure = guessed["confidence"].to_numpy()

@@ -22,6 +22,7 @@ from tests.support.coloured_photos import COLOURS, IMAGES, colour_of
 from tests.support.processes import command_in_two
 from tests.support.runs import command_here
 
+SETTINGS = {"precision": "no", "verbose": False}
 pytestmark = pytest.mark.usefixtures("few_penalties")
 
 
@@ -181,6 +182,35 @@ def test_the_sure_labels_are_a_table_of_their_own(photos, weights, suffix):
         dino_vit.predict(photos / "photos", weights, **again)
 
 
+@pytest.mark.parametrize(("labels", "suffix"), [("labels.csv", "csv"), ("tags.csv", "parquet")])
+def test_where_all_have_labels_the_table_holds_them_and_nothing_is_learned(photos, weights, labels, suffix):
+    """Also where the only image without a label cannot be read."""
+    (photos / "photos" / "torn.png").write_bytes(b"no image")
+    titles, *rows = (photos / labels).read_text().splitlines()
+    rows += [f"{row:03}.png,{colour_of(f'{row:03}')}" for row in range(1, IMAGES, 2)]
+    whole = {"labels": photos / "whole.csv", "several": labels == "tags.csv", **SETTINGS}
+    whole["labels"].write_text("\n".join([f"{titles},origin", *(f"{row},random" for row in rows)]))
+    output, kept = photos / f"rest.{suffix}", photos / "classifier.safetensors"
+    settings = whole | {"output": output, "overwrite": True}
+    dino_vit.predict(photos / "photos", weights, **settings | {"labels": photos / labels})
+    found = dino_vit.predict(photos / "photos", weights, **settings, confident=0.5)
+    assert str(found) == f"All {IMAGES} images have labels: {output} holds them, nothing was guessed"
+    written = rows_of(output) if suffix == "csv" else pq.read_table(output).to_pylist()
+    assert [row["name"] for row in written] == [f"{row:03}.png" for row in range(IMAGES)]
+    assert {row["origin"] for row in written} == {"random"}
+    texts = [row["label"] if isinstance(row["label"], str) else ";".join(row["label"]) for row in written]
+    given = [row.partition(",")[2] for row in sorted(rows)]
+    assert [{*text.split(";")} for text in texts] == [{*text.split(";")} for text in given]
+    assert (photos / f"rest-sure.{suffix}").read_bytes() == output.read_bytes()
+    assert (found.names, found.labels, found.confidence, found.classifier) == ([], [], None, None)
+    assert found.outputs.shape == (0, len(found.classes))
+    again = dino_vit.predict(photos / "photos", weights, **whole, classifier=kept)
+    assert again.columns["label"] == found.columns["label"]
+    assert again.outputs.shape == found.outputs.shape
+    assert f"\nAll {IMAGES} images have labels: the table holds them, nothing was guessed\n" in str(again)
+    assert dino_vit.load_classifier(kept, verbose=False).classes == found.classes
+
+
 @pytest.mark.parametrize(
     ("labels", "more"),
     [("labels.csv", {}), ("tags.csv", {}), ("labels.csv", {"size": 24, "resize_mode": "whole"})],
@@ -264,10 +294,6 @@ def test_two_processes_say_the_same(photos, weights):
 def test_mistakes_are_said(photos, weights):
     folder = photos / "photos"
     given = {"labels": photos / "labels.csv", "verbose": False}
-    whole = photos / "whole.csv"
-    whole.write_text("\n".join(f"{row:03}.png,{colour_of(f'{row:03}')}" for row in range(IMAGES)))
-    with pytest.raises(ValueError, match="have labels: give others, and these as train="):
-        dino_vit.predict(folder, weights, labels=whole, verbose=False)
     with pytest.raises(ValueError, match=r"none of the 96 images .* has a label"):
         dino_vit.predict(folder, weights, verbose=False)
     (photos / "run").mkdir()
