@@ -41,7 +41,9 @@ def describe_judges(origins: Origins) -> str:
     """Say what the accuracy rests on."""
     if (count := int((origins == RANDOM).sum())) >= ENOUGH:
         return f"by {count:,} images that were drawn at random"
-    return "if these images are like the labelled ones"
+    if np.isin(origins[may_judge(origins)], (GIVEN, RANDOM)).all():
+        return "if these images are like the labelled ones"
+    return "or fewer: the labelled images were not drawn at random"
 
 
 def join_groups(runs: NDArray[np.int64], origins: Origins) -> NDArray[np.int64]:
