@@ -1,7 +1,7 @@
 """The table that `predict` writes: given and guessed labels of all images, in their order."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 from dino_vit.config.settings import Task
 from dino_vit.core.storage import replacing
 from dino_vit.core.text import brief, plural
-from dino_vit.data.label_files import GUESSED, SEPARATOR
+from dino_vit.data.label_files import GUESSED, SEPARATOR, UNSURE
 from dino_vit.eval.classifier_training import SURE, TrainedClassifier
 from dino_vit.eval.neighbours import nearest
 from dino_vit.eval.pooled import PooledFeatures
@@ -26,12 +26,18 @@ from dino_vit.weights.classifier import confidences_of, labels_of
 _ROWS = 2**13  # of the table that are computed at a time
 
 
-def tabulate(queries: Tensor, names: Sequence[str], fitted: TrainedClassifier) -> pa.Table:
-    """Return the table of guesses by the features of many images, some at a time."""
+def tabulate(
+    queries: Tensor, names: Sequence[str], fitted: TrainedClassifier, unsure: Container[str] = ()
+) -> pa.Table:
+    """Return the table of guesses by the features of many images, some at a time.
+
+    Of some, by their names, somebody was unsure.
+    """
     spread = repeat(None) if fitted.spread is None else torch.split(fitted.spread, _ROWS)
     pairs = zip(torch.split(queries, _ROWS), spread, strict=False)
     blocks = [pa.table(_columns(block, outputs, fitted)) for block, outputs in pairs]
-    return pa.concat_tables(blocks).add_column(0, "name", [names])
+    table = pa.concat_tables(blocks).add_column(0, "name", [names])
+    return table.add_column(2, "origin", [[UNSURE if name in unsure else GUESSED for name in names]])
 
 
 def _columns(queries: Tensor, spread: Tensor | None, fitted: TrainedClassifier) -> dict[str, Any]:
@@ -42,8 +48,7 @@ def _columns(queries: Tensor, spread: Tensor | None, fitted: TrainedClassifier) 
         return np.array([round(value, 4) for value in values.tolist()])
 
     labels = _label_column(labels_of(outputs, facts.classes, facts.task), facts.task)
-    columns: dict[str, Any] = {"label": labels}
-    columns["origin"] = [GUESSED] * len(outputs)
+    columns: dict[str, Any] = {"label": labels, "guess": labels}
     columns["confidence"] = rounded(confidences_of(outputs, facts.task))
     if facts.task == "multiclass":
         top = outputs.topk(min(2, len(facts.classes)), dim=1)
@@ -82,7 +87,7 @@ def with_given(guessed: pa.Table, pool: PooledFeatures) -> pa.Table:
 
 def sure_rows(table: pa.Table, least: float) -> pa.Table:
     """Return the rows of given labels, and of those with a confidence of at least so much."""
-    rows = compute.not_equal(table["origin"], GUESSED)
+    rows = compute.invert(compute.is_in(table["origin"], pa.array([GUESSED, UNSURE])))
     if "confidence" in table.column_names:
         rows = compute.or_kleene(rows, compute.greater_equal(table["confidence"], least))
     return table.filter(rows)
@@ -117,13 +122,16 @@ def write_table(path: Path, table: pa.Table) -> None:
     """Write a table as CSV, or as Parquet, in which several labels are a list."""
     with replacing(path) as partial:
         if path.suffix == ".csv":
-            at = table.column_names.index("label")
-            write_csv(table.set_column(at, "label", [_cells(table["label"])]), partial)
+            for at, title in enumerate(table.column_names):
+                if title in ("label", "guess"):
+                    table = table.set_column(at, title, [_cells(table[title])])
+            write_csv(table, partial)
         else:
             parquet.write_table(table, partial)
 
 
-def _cells(labels: pa.ChunkedArray) -> list[str]:
+def _cells(labels: pa.ChunkedArray) -> list[str | None]:
     """Return labels as `several=true` reads them from a cell of text."""
     texts = labels.to_pylist()
-    return [each if isinstance(each, str) else SEPARATOR.join(each) or SEPARATOR for each in texts]
+    is_cell = (str, type(None))
+    return [each if isinstance(each, is_cell) else SEPARATOR.join(each) or SEPARATOR for each in texts]

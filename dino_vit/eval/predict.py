@@ -21,7 +21,7 @@ from dino_vit.core.distributed import agree, is_main_process
 from dino_vit.core.invocation import after_figures
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import Result, brief, plural, public
-from dino_vit.data.label_files import SEPARATOR
+from dino_vit.data.label_files import SEPARATOR, UNSURE
 from dino_vit.data.labels import NO_LABELS
 from dino_vit.data.open import open_source
 from dino_vit.eval.classifier_training import TrainedClassifier, train_classifier
@@ -83,9 +83,13 @@ def run(config: PredictConfig) -> LabelPredictions:
     check_weights(config.weights)
     learned, images = agree("images", lambda: open_images(config), _describe_images)
     names = images.source.distinct_names(range(len(images.source)))
-    origins = np.array([], np.str_)  # read now, as the file of labels may be another after hours of work
+    # Read now, as the file of labels may be another after hours of work.
+    origins, unsure = np.array([], np.str_), set[str]()
     if learned is not None:
         origins = read_origins(config.train or config.source, config.labels, learned)
+    if learned is not None and learned.source is images.source:
+        are_unsure = read_origins(config.source, config.labels, images) == UNSURE
+        unsure = {names[index] for index in images.indices[are_unsure]}
     output = files.get("table")
     if output and output.suffix == ".csv" and images.task == "multilabel":
         _refuse_separators(images.classes, output)
@@ -102,7 +106,7 @@ def run(config: PredictConfig) -> LabelPredictions:
         fitted = train_classifier(pool)
         queries, indices = pool.select(fitted.classifier.facts.tokens, pool.others), pool.indices
     facts = fitted.classifier.facts
-    guessed = table = tabulate(queries, [names[index] for index in indices], fitted)
+    guessed = table = tabulate(queries, [names[index] for index in indices], fitted, unsure)
     if learned is not None and learned.source is images.source:
         table = with_given(guessed, pool)
     lines = [*fitted.lines, *_doubts(fitted, files)]

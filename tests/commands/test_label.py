@@ -113,6 +113,8 @@ def test_guesses_are_those_of_predict_the_least_sure_first(label, colours, tmp_p
     )
     assert unsure in by_name
     assert data["given"][data["names"].index(unsure)] == ["", "unsure"], "also with a guess"
+    alone = label(guesses=name)
+    assert alone["given"][alone["names"].index(unsure)] == ["", "unsure"], "the table remembers it"
     for shown, guess in zip(data["names"], data["guesses"], strict=True):
         assert (guess is None) == (shown in {**dict(few), unsure: ""})
         if guess:

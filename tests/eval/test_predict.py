@@ -182,6 +182,33 @@ def test_the_sure_labels_are_a_table_of_their_own(photos, weights, suffix):
         dino_vit.predict(photos / "photos", weights, **again)
 
 
+def test_corrections_in_a_spreadsheet_are_labels_and_what_is_unsure_stays_so(photos, weights):
+    labelled = [*(photos / "labels.csv").read_text().splitlines()[1:], "001.png,"]
+    origins = ["random"] * (IMAGES // 2) + ["unsure"]
+    lines = [f"{row},{origin}" for row, origin in zip(labelled, origins, strict=True)]
+    folder, table, few, again = (photos / name for name in ("photos", "rest.csv", "few.csv", "again.csv"))
+    few.write_text("\n".join(["name,label,origin", *lines]))
+    said = str(dino_vit.predict(folder, weights, labels=few, output=table, confident=1, **SETTINGS))
+    assert f"{IMAGES // 2} of {IMAGES} labels guessed" in said
+    rows = rows_of(table)
+    assert [row["origin"] for row in rows[:4]] == ["random", "unsure", "random", "guessed"]
+    assert all(row["guess"] == row["label"] * (row["origin"] != "random") for row in rows)
+    assert {row["origin"] for row in rows_of(photos / "rest-sure.csv")} == {"random"}
+    for row in rows[3:13:2]:
+        row["label"] = next(colour for colour in COLOURS if colour != row["guess"])
+    with table.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0]])
+        writer.writeheader()
+        writer.writerows(rows)
+    found = dino_vit.predict(folder, weights, labels=table, output=again, **SETTINGS)
+    assert found.names == [row["name"] for row in [rows[1], *rows[13::2]]]
+    again = rows_of(again)
+    assert [row["label"] for row in again[3:13:2]] == [row["label"] for row in rows[3:13:2]]
+    assert {(row["origin"], row["guess"]) for row in again[3:13:2]} == {("corrected", "")}
+    assert [row["origin"] for row in again[:2]] == ["random", "unsure"]
+    assert found.details["cross_validated"]["images"] == IMAGES // 2, "corrected ones are only learned from"
+
+
 @pytest.mark.parametrize(("labels", "suffix"), [("labels.csv", "csv"), ("tags.csv", "parquet")])
 def test_where_all_have_labels_the_table_holds_them_and_nothing_is_learned(photos, weights, labels, suffix):
     """Also where the only image without a label cannot be read."""
