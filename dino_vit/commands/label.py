@@ -93,6 +93,12 @@ def read_tables(config: LabelConfig, source: ImageSet) -> tuple[Rows, Rows]:
     table = read_rows(config.guesses, source) if config.guesses else {}
     guesses = {name: row for name, row in table.items() if row.origin in ("", GUESSED)}
     others = {name: row for name, row in table.items() if name not in guesses}
+    has_guess = any(row.guess for row in others.values()) or any(
+        row != given.get(name) for name, row in guesses.items()
+    )
+    if config.guesses and not has_guess:
+        text = "has no guesses to check; give the table that predict wrote"
+        raise ValueError(f"{public(config.guesses)} {text}")
     return {**given, **others, **given}, guesses  # the labels in the order in which they were first used
 
 
