@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from dino_vit.core import log
 from dino_vit.core.text import brief, did_you_mean, plural, printable, public, public_values
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.index import IndexContents, WriteImages, indexing, open_index
-from dino_vit.data.labels import LABEL_COLUMNS, ZERO_OR_ONE, encode_labels
+from dino_vit.data.labels import LABEL_COLUMNS, ZERO_OR_ONE, encode_labels, is_label, parse_json
 from dino_vit.data.paths import IMAGE_SUFFIXES, folder_of, suffix_of
 from dino_vit.data.remote import PER_IMAGE_TIMEOUT_S, is_url, read_file
 from dino_vit.data.stores.files import Files, join_path
@@ -84,9 +83,8 @@ def _in_unicode(path: str, entries: Iterable[Entry]) -> Iterator[Entry]:
 def _with_corrections(entries: Iterable[Entry]) -> Iterator[Entry]:
     """Yield entries of which those with another label than their guess were corrected."""
     for entry in entries:
-        empty = None, ""
-        is_guess = entry.origin == GUESSED if entry.guess in empty else entry.label == entry.guess
-        is_corrected = entry.origin in (GUESSED, UNSURE) and entry.label not in empty and not is_guess
+        is_guess = entry.origin == GUESSED if entry.guess in (None, "") else entry.label == entry.guess
+        is_corrected = entry.origin in (GUESSED, UNSURE) and entry.label not in (None, "") and not is_guess
         yield entry._replace(origin=CORRECTED) if is_corrected else entry
 
 
@@ -280,20 +278,6 @@ def find_entry(table: Mapping[str, Entry], images: ImageSet, index: int) -> Entr
 def _examples(items: Sequence[object], form: str = "'%.200s'") -> str:
     """Return the first three, as they are told to a user."""
     return ", ".join(form % item for item in items[:3]) + ", ..." * (len(items) > 3)
-
-
-def is_label(value: object) -> bool:
-    """Tell whether a value in JSON is a label: a text, a number, or a list of these."""
-    values = value if isinstance(value, list) else [value]
-    return all(isinstance(each, str | int | float) for each in values)
-
-
-def parse_json(text: str | bytes, name: str) -> object:
-    """Return what a text in JSON means, objects as tuples of their pairs, so that no key is lost."""
-    try:
-        return json.loads(text, object_pairs_hook=tuple)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is not valid JSON: {brief(error, 300)}") from error
 
 
 def read_table(path: str, several: bool) -> dict[str, Entry]:

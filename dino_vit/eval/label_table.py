@@ -27,12 +27,9 @@ _ROWS = 2**13  # of the table that are computed at a time
 
 
 def tabulate(
-    queries: Tensor, names: Sequence[str], fitted: TrainedClassifier, unsure: Container[str] = ()
+    queries: Tensor, names: Sequence[str], fitted: TrainedClassifier, unsure: Container[str]
 ) -> pa.Table:
-    """Return the table of guesses by the features of many images, some at a time.
-
-    Of some, by their names, somebody was unsure.
-    """
+    """Return the table of guesses by features, some at a time; somebody was unsure of some names."""
     spread = repeat(None) if fitted.spread is None else torch.split(fitted.spread, _ROWS)
     pairs = zip(torch.split(queries, _ROWS), spread, strict=False)
     blocks = [pa.table(_columns(block, outputs, fitted)) for block, outputs in pairs]
