@@ -92,7 +92,7 @@ def test_too_few_labels_have_no_confidence(photos, weights):
         assert words in str(found)
         assert "mean confidence" not in str(found)
         assert "with a given label, as the labels are too few to tell how sure the others are" in str(found)
-        assert {*found.columns} == {"name", "label", "origin", "second", "nearest", "similarity"}
+        assert {*found.columns} == {"name", "label", "origin", "guess", "second", "nearest", "similarity"}
     assert found.details["classifier"].startswith("k-NN (k = 1) of ")
     assert found.details["temperature"] is None
     again = dino_vit.predict(photos / "photos", kept, verbose=False)
