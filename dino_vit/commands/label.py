@@ -22,7 +22,7 @@ from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import plural, printable, progress, public
 from dino_vit.data.image_set import ImageSet, random_indices
 from dino_vit.data.images.decode import decode_item, read_item
-from dino_vit.data.label_files import GUESSED, Entry, find_entry, match_names, read_table
+from dino_vit.data.label_files import GUESSED, UNSURE, Entry, find_entry, match_names, read_table
 from dino_vit.data.labels import NO_LABEL, NO_LABELS
 from dino_vit.data.open import open_source
 from dino_vit.eval.neighbours import nearest, unit
@@ -39,7 +39,6 @@ SAMPLE = 100  # drawn at random for the check, at most
 CLUSTERS, NEIGHBOURS = 40, 40  # rows of the overview, at most, and images that are close to one
 # The longer side of a photo, at most, and the pixels of all: 2,000 photos make a page of less than 12 MB.
 PHOTO_SIDE, PHOTO_PIXELS = 640, 2000 * 24_000
-UNSURE = "unsure"  # the origin of an image that somebody looked at and did not label
 
 Rows = dict[str, Entry]  # of a table, by name
 
@@ -91,6 +90,12 @@ def read_tables(config: LabelConfig, source: ImageSet) -> tuple[Rows, Rows]:
     table = read_rows(config.guesses, source) if config.guesses else {}
     guesses = {name: row for name, row in table.items() if row.origin in ("", GUESSED)}
     others = {name: row for name, row in table.items() if name not in guesses}
+    has_guess = any(row.guess for row in others.values()) or any(
+        row != given.get(name) for name, row in guesses.items()
+    )
+    if config.guesses and not has_guess:
+        text = "has no guesses to check; give the table that predict wrote"
+        raise ValueError(f"{public(config.guesses)} {text}")
     return {**given, **others, **given}, guesses  # the labels in the order in which they were first used
 
 
@@ -103,7 +108,7 @@ def read_rows(path: str, source: ImageSet) -> Rows:
     rows = {name: row._replace(label=str(row.label)) for name, row in table.items() if row.label is not None}
     labelled = {name: row for name, row in rows.items() if row.label.lower() not in ("", *NO_LABEL)}
     unsure = {name: row._replace(label="") for name, row in table.items() if row.origin == UNSURE}
-    return unsure | labelled
+    return labelled | unsure
 
 
 def as_number(text: str) -> float:

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from dino_vit.core import log
 from dino_vit.core.text import brief, did_you_mean, plural, printable, public, public_values
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.index import IndexContents, WriteImages, indexing, open_index
-from dino_vit.data.labels import LABEL_COLUMNS, ZERO_OR_ONE, encode_labels
+from dino_vit.data.labels import LABEL_COLUMNS, ZERO_OR_ONE, encode_labels, is_label, parse_json
 from dino_vit.data.paths import IMAGE_SUFFIXES, folder_of, suffix_of
 from dino_vit.data.remote import PER_IMAGE_TIMEOUT_S, is_url, read_file
 from dino_vit.data.stores.files import Files, join_path
@@ -30,6 +29,9 @@ _LINE = re.compile(rf"(.*(?:{_IMAGE}))(?:[\t ,]+(.*))?", re.IGNORECASE | re.DOTA
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 SEPARATOR = ";"  # of several labels in a cell of text
 GUESSED = "guessed"  # the origin of a label that `predict` wrote: nobody gave it
+UNSURE = "unsure"  # the same, but somebody looked at the image and did not label it
+CORRECTED = "corrected"  # somebody wrote another label than the guess
+_OF_PREDICT = "origin", "confidence", "guess"  # columns of its table
 _TABBED = re.compile(r"([^\t]*)\t?(.*)", re.DOTALL)  # the same, without a suffix of an image
 
 
@@ -41,11 +43,12 @@ class Entry(NamedTuple):
     line: int  # in the file, or the row of a table that has no lines
     origin: str = ""
     confidence: str = ""
+    guess: Any = None  # what `predict` wrote as the label, which may be another now
 
     @property
     def given(self) -> Any:
         """The label, unless it was guessed."""
-        return None if self.origin == GUESSED else self.label
+        return None if self.origin in (GUESSED, UNSURE) else self.label
 
 
 def read_entries(
@@ -64,7 +67,7 @@ def read_entries(
         entries = _table_entries(path, _rows(path, text), labels_needed)
     else:
         entries = _text_entries(text)
-    entries = _in_unicode(path, entries)
+    entries = _with_corrections(_in_unicode(path, entries))
     return _split_cells(entries) if several else entries
 
 
@@ -75,6 +78,14 @@ def _in_unicode(path: str, entries: Iterable[Entry]) -> Iterator[Entry]:
             text = f"the label '{brief(printable(entry.label), 100)}' is not in UTF-8"
             raise ValueError(f"{path}, line {entry.line}: {text}; save it in UTF-8, in Excel as 'CSV UTF-8'")
         yield entry
+
+
+def _with_corrections(entries: Iterable[Entry]) -> Iterator[Entry]:
+    """Yield entries of which those with another label than their guess were corrected."""
+    for entry in entries:
+        is_guess = entry.origin == GUESSED if entry.guess in (None, "") else entry.label == entry.guess
+        is_corrected = entry.origin in (GUESSED, UNSURE) and entry.label not in (None, "") and not is_guess
+        yield entry._replace(origin=CORRECTED) if is_corrected else entry
 
 
 def _text_entries(text: str) -> Iterator[Entry]:
@@ -127,7 +138,7 @@ def _table_entries(path: str, lines: dict[int, list[str]], labels_needed: bool) 
         raise ValueError(f"{path}: {problem}")
     if problem:
         log.warning("%s: %s", path, problem)
-    width, others = len(rows[0]), [_find_column(header, [title]) for title in ("origin", "confidence")]
+    width, others = len(rows[0]), [_find_column(header, [title]) for title in _OF_PREDICT]
     for number, row in [*lines.items()][start:]:
         if len(row) <= max(name, label or 0) or any(row[width:]):
             advice = "; write a cell with commas in quotes" if len(row) > width else ""
@@ -227,14 +238,18 @@ def join_labels(images: ImageSet, path: str | Path, several: bool = False) -> Im
     warn_of_joined(path, table.values())
     entries = match_names(images, table, path)
     values, count = [entry and entry.given for entry in entries], plural(len(images), "image")
-    guessed = sum(entry is not None and entry.origin == GUESSED for entry in entries)
+    guessed = sum(bool(entry and entry.label is not None and entry.given is None) for entry in entries)
+    corrected = sum(bool(entry and entry.guess and entry.origin == CORRECTED) for entry in entries)
     labelled = len(values) - values.count(None)
     if not labelled:
         advice = "they are guesses of predict" if guessed else "fill in the labels"
         raise ValueError(f"{path} names images, but has a label for none of them: {advice}")
-    if labelled < len(values):
-        also = f"; {plural(guessed, 'guess', 'guesses')} of predict in it are no labels" if guessed else ""
-        log.info("%s: labels for %s of %s%s", path, f"{labelled:,}", count, also)
+    if corrected or labelled < len(values):
+        text = (
+            f", {plural(corrected, 'corrected guess', 'corrected guesses')} among them" if corrected else ""
+        )
+        text += f"; {plural(guessed, 'guess', 'guesses')} of predict in it are no labels" if guessed else ""
+        log.info("%s: labels for %s of %s%s", path, f"{labelled:,}", count, text)
     return images.with_labels(encode_labels(values))
 
 
@@ -265,20 +280,6 @@ def _examples(items: Sequence[object], form: str = "'%.200s'") -> str:
     return ", ".join(form % item for item in items[:3]) + ", ..." * (len(items) > 3)
 
 
-def is_label(value: object) -> bool:
-    """Tell whether a value in JSON is a label: a text, a number, or a list of these."""
-    values = value if isinstance(value, list) else [value]
-    return all(isinstance(each, str | int | float) for each in values)
-
-
-def parse_json(text: str | bytes, name: str) -> object:
-    """Return what a text in JSON means, objects as tuples of their pairs, so that no key is lost."""
-    try:
-        return json.loads(text, object_pairs_hook=tuple)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is not valid JSON: {brief(error, 300)}") from error
-
-
 def read_table(path: str, several: bool) -> dict[str, Entry]:
     """Read a label for each name (as of `ImageSet.name`): from a JSON object, or a list as `read_entries`."""
     try:
@@ -289,6 +290,7 @@ def read_table(path: str, several: bool) -> dict[str, Entry]:
     if not data.startswith(b"PAR1") and suffix_of(path) != ".json":
         return by_name(path, read_entries(path, data, labels_needed=True, several=several))
     entries = _parquet_entries(path, data) if data.startswith(b"PAR1") else _json_entries(path, data)
+    entries = _with_corrections(entries)
     return by_name(path, _split_cells(entries) if several else entries)
 
 
@@ -310,12 +312,13 @@ def _parquet_entries(path: str, data: bytes) -> Iterator[Entry]:
     titles = parquet.read_schema(BufferReader(data)).names
     if not {"name", "label"} <= {*titles}:
         raise ValueError(f"{path} needs the columns name and label, but has {brief(', '.join(titles), 200)}")
-    others = [title for title in ("origin", "confidence") if title in titles]
+    others = [title for title in _OF_PREDICT if title in titles]
     table = parquet.read_table(BufferReader(data), columns=["name", "label", *others]).to_pydict()
     for number, (name, label) in enumerate(zip(table["name"], table["label"], strict=True)):
         cells = {title: table[title][number] for title in others}
+        guess = cells.pop("guess", None)
         texts = {title: "" if value is None else str(value) for title, value in cells.items()}
-        yield Entry(name, label, number + 1, **texts)
+        yield Entry(name, label, number + 1, guess=guess, **texts)
 
 
 def by_name(path: str, entries: Iterable[Entry]) -> dict[str, Entry]:

@@ -5,6 +5,7 @@ lists, a value in JSON, or a cell of text that is split because `several=true` a
 number is a class.
 """
 
+import json
 import math
 import os
 from collections import Counter
@@ -108,6 +109,20 @@ def encode_labels(
         names.sort(key=lambda text: (_as_number(text), text))
     codes = {"": -1} | {name: code for code, name in enumerate(names)}
     return Labels(np.array([codes[text] for text in texts], np.int32).take, tuple(names))
+
+
+def is_label(value: object) -> bool:
+    """Tell whether a value in JSON is a label: a text, a number, or a list of these."""
+    values = value if isinstance(value, list) else [value]
+    return all(isinstance(each, str | int | float) for each in values)
+
+
+def parse_json(text: str | bytes, name: str) -> object:
+    """Return what a text in JSON means, objects as tuples of their pairs, so that no key is lost."""
+    try:
+        return json.loads(text, object_pairs_hook=tuple)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is not valid JSON: {brief(error, 300)}") from error
 
 
 def _is_absent(value: object) -> bool:

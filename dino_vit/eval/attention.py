@@ -42,7 +42,8 @@ UNLIKE = 1e-5  # how near patches are that are not alike, so that all hang toget
 PATCHES = 24  # along the shorter side of an image: fewer show little
 SHEET_ROWS = 12  # images on a sheet; they share their principal components
 FILES = (
-    "{0}/NUMBER-NAME.png: each image beside its maps; *.mask.png: the object in white\n"
+    "{0}/NUMBER-NAME.png: each image beside its maps\n"
+    "{0}/*.mask.png: what stands out, in white: look before you use it\n"
     "{0}/*.attention.npy: the maps as arrays, heads × rows × columns of patches"
 )
 Maps = dict[str, Path | NDArray[np.float32]]  # (heads, rows, columns) by the name of the image
@@ -75,11 +76,15 @@ def run(config: AttentionConfig) -> AttentionMaps | None:
         raise ValueError(f"timm:{model.architecture['name']} does not support attention maps")
     folder, block = config.output and Path(config.output), config.block % model.depth
     which = "the last block" if block == model.depth - 1 else f"block {block} of 0 to {model.depth - 1}"
-    sheets, maps = draw_sheets(model, open_source(config.source, NO_LABELS), config)
+    source = open_source(config.source, NO_LABELS)
+    sheets, maps = draw_sheets(model, source, config)
     counts = f"{plural(len(maps), 'image')} on {plural(len(sheets), 'sheet')}"
     text = f"attention of {which}, {counts}"
     if folder:
         text = f"{folder}/sheet-*.png: {text}\n{FILES.format(folder)}"
+    if config.count and config.count < len(source):
+        others = "an image, or a glob in quotes, in place of the source draws those"
+        text += f"\ncount=null draws all {len(source):,} images; {others}"
     return AttentionMaps(sheets=sheets, maps=maps, text=text)
 
 

@@ -49,7 +49,7 @@ def describe_training(
     """Say how good the labels will be: in plain sentences, then by figures."""
     figure = trials.figure
     if figure is None:
-        text = "How good these labels are cannot be said: label"
+        text = "How good these guesses are cannot be said: label"
         if trials.tested.any():
             return [f"{text} {UNPICKED}"]
         return [f"{text} two or more images of a class, not taken one after the other"]
@@ -61,15 +61,15 @@ def describe_training(
         guess = trivial_baselines(judging.cpu().numpy(), learned.classes)["largest_class"]
         others.append(f"always guessing {brief(guess['name'])} {guess['percent']:.1f} %")
         what, metric = plural(len(torch.unique(judging)), "class", "classes"), "accuracy"
-        wrong = ", counting classes that could not be tested as wrong" * (count < len(judging))
-        plain = _how_many_are_right(figure, guess, f"{wrong}, {judges}")
+        wrong = "; classes that could not be tested count as wrong" * (count < len(judging))
+        plain = _how_many_are_right(figure, guess, judges + wrong)
     else:
         what, metric = plural(len(learned.classes), "label"), "mAP (how well each label ranks the images)"
         right = 100 * float(trials.right[trials.judged].double().mean())
         plain = f"About {right:.0f} of 100 images will get exactly their labels, {judges}"
     if count < FEW:
         few = f"{count:,} of {plural(len(learned), 'labelled image')}"
-        plain = f"Only {few} can test the classifier, too few to say how many labels will be right: label "
+        plain = f"Only {few} can test the classifier, too few to say how many guesses will be right: label "
         plain += "more images" if trials.judged.all() else UNPICKED
     interval = f"{figure.value:.1f} % (95 % interval {figure.low:.1f} to {figure.high:.1f})"
     of_all = "" if len(judging) == len(learned) else f" of {len(learned):,}"
@@ -79,16 +79,16 @@ def describe_training(
 
 
 def _how_many_are_right(figure: Figure, guess: Mapping[str, Any], condition: str) -> str:
-    """Say how many labels will be right, if they are better than a guess."""
+    """Say how many guesses will be right, if they are better than always the same one."""
     if figure.low <= guess["percent"]:
         right = f"{figure.value:.0f} of 100 were right in cross-validation"
-        text = f"These labels may be no better than always guessing {brief(guess['name'])}"
+        text = f"These guesses may be no better than always guessing {brief(guess['name'])}"
         return f"{text}: {right}, of {figure.images:,} images; label more images"
-    return f"About {figure.value:.0f} of 100 labels will be right{condition}"
+    return f"About {figure.value:.0f} of 100 guesses will be right, {condition}"
 
 
 def _sure_ones(trials: Trials, temperature: float | None) -> Iterator[str]:
-    """Say how many of the labels that are sure are right, between the limits of what a few tell."""
+    """Say how many of the guesses that are sure are right, between the limits of what a few tell."""
     if temperature is None:
         return
     best, rows = trials.best(trials.tested), trials.judged
@@ -100,7 +100,7 @@ def _sure_ones(trials: Trials, temperature: float | None) -> Iterator[str]:
         figure = widened(accuracy(count, total))
         share = f"{figure.low:.0f} to {figure.high:.0f} of 100 will be right"
         share += f" ({count:,} of {total:,} were in cross-validation)"
-    yield f"Of labels with {least}, {share}"
+    yield f"Of guesses with {least}, {share}"
 
 
 def _weak_classes(learned: LabelledFeatures, trials: Trials) -> Iterator[str]:

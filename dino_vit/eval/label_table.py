@@ -1,7 +1,8 @@
 """The table that `predict` writes: given and guessed labels of all images, in their order."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from dino_vit.config.settings import Task
 from dino_vit.core.storage import replacing
 from dino_vit.core.text import brief, plural
-from dino_vit.data.label_files import GUESSED, SEPARATOR
+from dino_vit.data.label_files import GUESSED, SEPARATOR, UNSURE
 from dino_vit.eval.classifier_training import SURE, TrainedClassifier
 from dino_vit.eval.neighbours import nearest
 from dino_vit.eval.pooled import PooledFeatures
@@ -25,12 +26,15 @@ from dino_vit.weights.classifier import confidences_of, labels_of
 _ROWS = 2**13  # of the table that are computed at a time
 
 
-def tabulate(queries: Tensor, names: Sequence[str], fitted: TrainedClassifier) -> pa.Table:
-    """Return the table of guesses by the features of many images, some at a time."""
-    spread = [None] * len(queries) if fitted.spread is None else torch.split(fitted.spread, _ROWS)
+def tabulate(
+    queries: Tensor, names: Sequence[str], fitted: TrainedClassifier, unsure: Container[str]
+) -> pa.Table:
+    """Return the table of guesses by features, some at a time; somebody was unsure of some names."""
+    spread = repeat(None) if fitted.spread is None else torch.split(fitted.spread, _ROWS)
     pairs = zip(torch.split(queries, _ROWS), spread, strict=False)
     blocks = [pa.table(_columns(block, outputs, fitted)) for block, outputs in pairs]
-    return pa.concat_tables(blocks).add_column(0, "name", [names])
+    table = pa.concat_tables(blocks).add_column(0, "name", [names])
+    return table.add_column(2, "origin", [[UNSURE if name in unsure else GUESSED for name in names]])
 
 
 def _columns(queries: Tensor, spread: Tensor | None, fitted: TrainedClassifier) -> dict[str, Any]:
@@ -40,8 +44,8 @@ def _columns(queries: Tensor, spread: Tensor | None, fitted: TrainedClassifier) 
     def rounded(values: Tensor) -> NDArray[np.float64]:
         return np.array([round(value, 4) for value in values.tolist()])
 
-    columns: dict[str, Any] = {"label": _label_column(labels_of(outputs, facts.classes, facts.task))}
-    columns["origin"] = [GUESSED] * len(outputs)
+    labels = _label_column(labels_of(outputs, facts.classes, facts.task), facts.task)
+    columns: dict[str, Any] = {"label": labels, "guess": labels}
     columns["confidence"] = rounded(confidences_of(outputs, facts.task))
     if facts.task == "multiclass":
         top = outputs.topk(min(2, len(facts.classes)), dim=1)
@@ -55,23 +59,23 @@ def _columns(queries: Tensor, spread: Tensor | None, fitted: TrainedClassifier) 
         del columns["confidence"], columns["second_confidence"]
     if fitted.learned is not None:
         cosines, rows = nearest(fitted.learned.features, classifier.reading(queries), k=1)
-        columns["nearest"] = [fitted.names[row] for row in rows[:, 0].tolist()]
-        columns["similarity"] = rounded(cosines[:, 0])
+        columns["nearest"] = [fitted.names[row] for row in rows.flatten().tolist()]
+        columns["similarity"] = rounded(cosines.flatten())
     return columns
 
 
-def _label_column(labels: Sequence[str] | Sequence[list[str]]) -> pa.Array:
-    is_text = isinstance(labels[0], str)
-    return pa.array(labels, pa.string() if is_text else pa.list_(pa.string()))
+def _label_column(labels: Sequence[str] | Sequence[list[str]], task: Task) -> pa.Array:
+    return pa.array(labels, pa.string() if task == "multiclass" else pa.list_(pa.string()))
 
 
 def with_given(guessed: pa.Table, pool: PooledFeatures) -> pa.Table:
     """Return the rows of guesses and those of the labels that were given, in the order of the images."""
     learned, source = pool.learned, pool.learned.source
-    labels = [*map(source.labels.names_of, source.codes(learned.indices).tolist())]
+    given = [*map(source.labels.names_of, source.codes(learned.indices).tolist())]
+    labels = given if learned.task == "multilabel" else [label for (label,) in given]
     columns = {
         "name": [*map(source.name, learned.indices.tolist())],
-        "label": _label_column(labels if learned.task == "multilabel" else [label for (label,) in labels]),
+        "label": _label_column(labels, learned.task),
         "origin": pool.origins.tolist(),
     }
     table = pa.concat_tables([guessed, pa.table(columns)], promote_options="default")
@@ -80,7 +84,7 @@ def with_given(guessed: pa.Table, pool: PooledFeatures) -> pa.Table:
 
 def sure_rows(table: pa.Table, least: float) -> pa.Table:
     """Return the rows of given labels, and of those with a confidence of at least so much."""
-    rows = compute.not_equal(table["origin"], GUESSED)
+    rows = compute.invert(compute.is_in(table["origin"], pa.array([GUESSED, UNSURE])))
     if "confidence" in table.column_names:
         rows = compute.or_kleene(rows, compute.greater_equal(table["confidence"], least))
     return table.filter(rows)
@@ -90,6 +94,10 @@ def summarise(
     table: pa.Table, guessed: pa.Table, task: Task, files: Mapping[str, Path], least: float | None
 ) -> Iterator[str]:
     """Say how many images are guessed to have which label, how sure that is, and where."""
+    if not len(guessed):
+        where = files.get("table", "the table")
+        yield f"All {plural(len(table), 'image')} have labels: {where} holds them, nothing was guessed"
+        return
     text = f"{len(guessed):,} of {plural(len(table), 'label')} guessed"
     if has_confidence := "confidence" in guessed.column_names:
         sure = guessed["confidence"].to_numpy()
@@ -111,13 +119,16 @@ def write_table(path: Path, table: pa.Table) -> None:
     """Write a table as CSV, or as Parquet, in which several labels are a list."""
     with replacing(path) as partial:
         if path.suffix == ".csv":
-            at = table.column_names.index("label")
-            write_csv(table.set_column(at, "label", [_cells(table["label"])]), partial)
+            for at, title in enumerate(table.column_names):
+                if title in ("label", "guess"):
+                    table = table.set_column(at, title, [_cells(table[title])])
+            write_csv(table, partial)
         else:
             parquet.write_table(table, partial)
 
 
-def _cells(labels: pa.ChunkedArray) -> list[str]:
+def _cells(labels: pa.ChunkedArray) -> list[str | None]:
     """Return labels as `several=true` reads them from a cell of text."""
     texts = labels.to_pylist()
-    return [each if isinstance(each, str) else SEPARATOR.join(each) or SEPARATOR for each in texts]
+    is_cell = (str, type(None))
+    return [each if isinstance(each, is_cell) else SEPARATOR.join(each) or SEPARATOR for each in texts]

@@ -3,14 +3,14 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from dino_vit.data.label_files import find_entry, read_table
+from dino_vit.data.label_files import CORRECTED, find_entry, read_table
 from dino_vit.data.open import LISTS
 from dino_vit.data.paths import suffix_of
 from dino_vit.data.remote import local_path
 from dino_vit.eval.sets import LabelledSubset
 
 GIVEN, RANDOM = "given", "random"
-LEARNED_ONLY = "checked", "corrected"  # whoever looked at them had picked them by their guesses
+LEARNED_ONLY = "checked", CORRECTED  # whoever looked at them had picked them by their guesses
 ENOUGH = 50  # images that were drawn at random; then these alone judge
 _GROUP = "group:"  # of images that were labelled at once, as they are nearly the same
 
@@ -41,7 +41,9 @@ def describe_judges(origins: Origins) -> str:
     """Say what the accuracy rests on."""
     if (count := int((origins == RANDOM).sum())) >= ENOUGH:
         return f"by {count:,} images that were drawn at random"
-    return "if these images are like the labelled ones"
+    if np.isin(origins[may_judge(origins)], (GIVEN, RANDOM)).all():
+        return "if these images are like the labelled ones"
+    return "or fewer: the labelled images were not drawn at random"
 
 
 def join_groups(runs: NDArray[np.int64], origins: Origins) -> NDArray[np.int64]:

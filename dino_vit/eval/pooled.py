@@ -120,7 +120,7 @@ def pool_features(
     else:
         rows = np.flatnonzero(np.isin(kept, learned.indices))
         found = kept[rows]
-    if not len(to_label):
+    if is_apart and not len(to_label):
         raise ValueError(f"none of {len(others):,} images can be read")
     readable = np.isin(learned.indices, found)
     return PooledFeatures(

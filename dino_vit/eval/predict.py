@@ -21,13 +21,13 @@ from dino_vit.core.distributed import agree, is_main_process
 from dino_vit.core.invocation import after_figures
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import Result, brief, plural, public
-from dino_vit.data.label_files import SEPARATOR
+from dino_vit.data.label_files import SEPARATOR, UNSURE
 from dino_vit.data.labels import NO_LABELS
 from dino_vit.data.open import open_source
 from dino_vit.eval.classifier_training import TrainedClassifier, train_classifier
 from dino_vit.eval.label_table import summarise, sure_rows, tabulate, with_given, write_table
 from dino_vit.eval.origins import read_origins
-from dino_vit.eval.pooled import pool_features
+from dino_vit.eval.pooled import PooledFeatures, pool_features
 from dino_vit.eval.results import to_jsonable, write_results
 from dino_vit.eval.sets import LabelledSubset, count_shared, images_to_label, open_subset
 from dino_vit.eval.wrong_labels import Doubts
@@ -50,9 +50,10 @@ class LabelPredictions(Result):
     names: list[str]
     labels: list[str] | list[list[str]]  # of each image its class, or several
     confidence: NDArray[np.float64] | None  # probability that a label is right; None: too few labels to say
-    classifier: ImageClassifier
+    classes: tuple[str, ...]  # or the names of labels, by the columns of `outputs`
+    classifier: ImageClassifier | None  # None: all images had labels
     features: Tensor  # (images, d)
-    spread: Tensor | None  # the probabilities, where labels spread
+    spread: Tensor | None  # the probabilities, where labels spread; none without a classifier
     table: pa.Table  # of all images
     details: dict[str, Any]  # what the JSON file holds
     path: Path | None
@@ -63,15 +64,13 @@ class LabelPredictions(Result):
         columns: dict[str, list[Any]] = self.table.to_pydict()
         return columns
 
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """The classes, or the names of labels, by the columns of `outputs`."""
-        return self.classifier.classes
-
     @cached_property
     def outputs(self) -> NDArray[np.float32]:
         """The probabilities (images, classes), computed when asked for: of many images they are large."""
-        found = self.classifier.of_features(self.features) if self.spread is None else self.spread
+        found = self.spread
+        if found is None:
+            assert self.classifier is not None
+            found = self.classifier.of_features(self.features)
         outputs: NDArray[np.float32] = found.cpu().numpy()
         return outputs
 
@@ -84,9 +83,13 @@ def run(config: PredictConfig) -> LabelPredictions:
     check_weights(config.weights)
     learned, images = agree("images", lambda: open_images(config), _describe_images)
     names = images.source.distinct_names(range(len(images.source)))
-    origins = np.array([], np.str_)  # read now, as the file of labels may be another after hours of work
+    # Read now, as the file of labels may be another after hours of work.
+    origins, unsure = np.array([], np.str_), set[str]()
     if learned is not None:
         origins = read_origins(config.train or config.source, config.labels, learned)
+    if learned is not None and learned.source is images.source:
+        are_unsure = read_origins(config.source, config.labels, images) == UNSURE
+        unsure = {names[index] for index in images.indices[are_unsure]}
     output = files.get("table")
     if output and output.suffix == ".csv" and images.task == "multilabel":
         _refuse_separators(images.classes, output)
@@ -98,10 +101,12 @@ def run(config: PredictConfig) -> LabelPredictions:
         queries = torch.from_numpy(values).to(frozen.device)
     else:
         pool = pool_features(config, frozen, learned, images, origins)
+        if not (len(pool.others) or config.classifier):
+            return _only_given(config, files, pool)
         fitted = train_classifier(pool)
         queries, indices = pool.select(fitted.classifier.facts.tokens, pool.others), pool.indices
     facts = fitted.classifier.facts
-    guessed = table = tabulate(queries, [names[index] for index in indices], fitted)
+    guessed = table = tabulate(queries, [names[index] for index in indices], fitted, unsure)
     if learned is not None and learned.source is images.source:
         table = with_given(guessed, pool)
     lines = [*fitted.lines, *_doubts(fitted, files)]
@@ -110,9 +115,9 @@ def run(config: PredictConfig) -> LabelPredictions:
     details = to_jsonable({**origin, **fitted.details, **counts})
     if output and is_main_process():
         with after_figures():
-            _write(files, table, details, fitted)
+            _write(files, table, details, fitted.doubts)
     lines += summarise(table, guessed, facts.task, files, config.confident)
-    lines += _next_command(config, facts)
+    lines += _next_command(config, facts) if len(guessed) else ()
     if config.classifier and is_main_process():
         with after_figures():
             save_classifier(fitted.classifier, files["classifier"], frozen.transform)
@@ -122,6 +127,7 @@ def run(config: PredictConfig) -> LabelPredictions:
         names=guessed["name"].to_pylist(),
         labels=guessed["label"].to_pylist(),
         confidence=guessed["confidence"].to_numpy() if "confidence" in guessed.column_names else None,
+        classes=facts.classes,
         classifier=fitted.classifier,
         features=queries,
         spread=fitted.spread,
@@ -129,6 +135,30 @@ def run(config: PredictConfig) -> LabelPredictions:
         details=details,
         path=output,
         text="\n".join(lines),
+    )
+
+
+def _only_given(config: PredictConfig, files: Mapping[str, Path], pool: PooledFeatures) -> LabelPredictions:
+    """Return and write the table where all images have labels: nothing is learned or guessed."""
+    none, learned = pa.table({}), pool.learned
+    table, weights = with_given(none, pool), pool.frozen.describe_weights()
+    counts = {"labelled": len(learned), "classes": len(learned.classes), "images": len(table), "guessed": 0}
+    details = to_jsonable({"settings": config.model_dump(mode="json"), "weights": weights, **counts})
+    if files and is_main_process():
+        with after_figures():
+            _write(files, table, details, Doubts())
+    return LabelPredictions(
+        names=[],
+        labels=[],
+        confidence=None,
+        classes=learned.classes,
+        classifier=None,
+        features=pool.features[:0],
+        spread=pool.features.new_zeros(0, len(learned.classes)),
+        table=table,
+        details=details,
+        path=files.get("table"),
+        text="\n".join(summarise(table, none, learned.task, files, config.confident)),
     )
 
 
@@ -152,9 +182,7 @@ def _files(config: PredictConfig) -> dict[str, Path]:
     return files | ({"classifier": Path(config.classifier)} if config.classifier else {})
 
 
-def _write(
-    files: Mapping[str, Path], table: pa.Table, details: Mapping[str, Any], fitted: TrainedClassifier
-) -> None:
+def _write(files: Mapping[str, Path], table: pa.Table, details: Mapping[str, Any], doubts: Doubts) -> None:
     """Write the table, its sure rows, its JSON and the labels that look wrong."""
     write_table(files["table"], table)
     for name in ("sure", "doubtful"):
@@ -162,8 +190,8 @@ def _write(
     if least := details["settings"]["confident"]:
         write_table(files["sure"], sure_rows(table, least))
     write_results(files["about"], details)
-    if fitted.doubts.columns:
-        write_table(files["doubtful"], pa.table(fitted.doubts.columns))
+    if doubts.columns:
+        write_table(files["doubtful"], pa.table(doubts.columns))
 
 
 def _doubts(fitted: TrainedClassifier, files: Mapping[str, Path]) -> Iterator[str]:
@@ -187,10 +215,9 @@ def open_images(config: PredictConfig) -> tuple[LabelledSubset | None, LabelledS
     if config.train is None:
         source = open_source(config.source, config.labels, several=config.several)
         learned = open_subset(name, source, config.weights)
-        others, count = images_to_label(name, source, learned), plural(len(source), "image")
-        if not len(others):
-            raise ValueError(f"all {count} of {name} have labels: give others, and these as train=")
-        log.info("%s have labels; the other %s get them", f"{len(learned):,} of {count}", f"{len(others):,}")
+        others, count = images_to_label(name, source, learned), plural(len(source), "label")
+        if len(others):
+            log.info("%s are yours, %s are guesses", f"{len(learned):,} of {count}", f"{len(others):,}")
     else:
         learned = open_subset(config.train, open_source(config.train, config.labels, several=config.several))
         others = images_to_label(name, open_source(config.source, NO_LABELS), learned)
@@ -200,7 +227,8 @@ def open_images(config: PredictConfig) -> tuple[LabelledSubset | None, LabelledS
             raise ValueError(f"{text}: there is nothing left to label")
         if shared:
             log.warning("%d of the %d images to label are in train=%s too", shared, len(others), learned.name)
-    learned.require_two_classes()
+    if len(others) or config.classifier:
+        learned.require_two_classes()
     return learned, others
 
 

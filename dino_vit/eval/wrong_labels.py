@@ -45,9 +45,7 @@ def find_wrong_labels(trials: Trials, classes: Sequence[str], names: Sequence[st
     listed = count > 0 and evidence >= EVIDENCE
     is_poor = (outputs.argmax(dim=1) == given).double().mean() < 0.5
     if is_poor or share < SHARE or found < LEAST or (listed and count > 2 * found):
-        return Doubts(
-            "Mistakes in the given labels cannot be found: the features are too poor, or the labels too few"
-        )
+        return Doubts("Mistakes in the given labels cannot be found reliably")
     if not listed:
         return Doubts(f"No given label looks wrong (of 100 wrong ones about {100 * share:.0f} would)")
     labels = plural(len(names), "given label")

@@ -117,6 +117,8 @@ def test_guesses_are_those_of_predict_the_least_sure_first(label, colours, tmp_p
     )
     assert unsure in by_name
     assert data["given"][data["names"].index(unsure)] == ["", "unsure"], "also with a guess"
+    alone = label(guesses=name)
+    assert alone["given"][alone["names"].index(unsure)] == ["", "unsure"], "the table remembers it"
     for shown, guess in zip(data["names"], data["guesses"], strict=True):
         assert (guess is None) == (shown in {**dict(few), unsure: ""})
         if guess:
@@ -161,6 +163,8 @@ def test_an_image_that_a_list_names_twice_is_shown_once(label, colours, tmp_path
 
 def test_mistakes_are_explained_before_the_work(label, tmp_path, capsys):
     write_rows(tmp_path / "none.csv", [("name", "label"), ("other.png", "red")])
+    write_rows(tmp_path / "few.csv", [("name", "label"), ("plain.png", "red")])
+    write_rows(tmp_path / "page.csv", [("name", "label", "origin"), ("plain.png", "red", "chosen")])
     (tmp_path / "several.json").write_text(json.dumps({"plain.png": ["red", "blue"]}))
     label(images=10)
     for settings, message in (
@@ -169,6 +173,11 @@ def test_mistakes_are_explained_before_the_work(label, tmp_path, capsys):
             ["output=a.html", "labels=several.json"],
             "has several labels of an image; label is for one of each",
         ),
+        (
+            ["output=a.html", "labels=few.csv", "guesses=few.csv"],
+            "few.csv has no guesses to check; give the table that predict wrote",
+        ),
+        (["output=a.html", "guesses=page.csv"], "page.csv has no guesses to check"),
         (["output=a.html", "guesses=missing.csv"], "missing.csv does not exist"),
         (["output=label.txt"], "output"),
         ([], "label.html already exists; give overwrite=true"),

@@ -287,6 +287,45 @@ def test_origins_are_read_whatever_the_column_of_names_is_called(tmp_path, title
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_a_label_that_is_not_the_guess_beside_it_was_given(tmp_path, suffix):
+    """Whoever corrects the table of `predict` in a spreadsheet changes the labels alone."""
+    rows = [
+        ("as guessed", "cat", "guessed", "cat", None),
+        ("corrected", "dog", "guessed", "cat", "dog"),
+        ("taken away", None, "guessed", "cat", None),
+        ("without the guess", "cat", "guessed", None, None),
+        ("not sure", "cat", "unsure", "cat", None),
+        ("then sure", "dog", "unsure", "cat", "dog"),
+        ("written where there was none", "dog", "unsure", None, "dog"),
+        ("of the page to label by", None, "unsure", None, None),
+        ("given", "cat", "given", None, "cat"),
+    ]
+    columns = dict(zip(["name", "label", "origin", "guess"], zip(*rows, strict=True), strict=False))
+    write = pa.csv.write_csv if suffix == "csv" else pq.write_table
+    write(
+        pa.table({title: [*cells] for title, cells in columns.items()}), path := tmp_path / f"rest.{suffix}"
+    )
+    table = read_table(str(path), False)
+    assert {name: entry.given for name, entry in table.items()} == {row[0]: row[-1] for row in rows}
+    for name, _, origin, _, given in rows:
+        is_new = given == "dog"
+        assert table[name].origin == ("corrected" if is_new else origin)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_several_labels_that_are_not_the_guess_were_given(tmp_path, suffix):
+    labels = [["sea", "sky"], ["sea"], [], [], ["sky"]]
+    guesses = [["sea", "sky"], ["sea", "sky"], [], ["sea"], []]
+    if suffix == "csv":
+        labels, guesses = ([";".join(each) or ";" for each in column] for column in (labels, guesses))
+    columns = {"name": [*"abcde"], "label": labels, "origin": ["guessed"] * 5, "guess": guesses}
+    write = pa.csv.write_csv if suffix == "csv" else pq.write_table
+    write(pa.table(columns), path := tmp_path / f"rest.{suffix}")
+    given = [entry.given for entry in read_table(str(path), True).values()]
+    assert [each and [*filter(None, each)] for each in given] == [None, ["sea"], None, [], ["sky"]]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_guesses_are_no_labels(tmp_path, caplog, suffix):
     write_folder(tmp_path / "images")
     columns = {"name": ["cat/a.b.png", "cat/é.jpg"], "label": ["cat", "dog"], "origin": ["chosen", "guessed"]}
@@ -297,6 +336,10 @@ def test_guesses_are_no_labels(tmp_path, caplog, suffix):
     assert images.labels.names == ("cat",)
     assert (images.codes() >= 0).sum() == 1
     assert f"labels for 1 of {len(images)} images; 1 guess of predict in it are no labels" in caplog.text
+    write(pa.table(columns | {"guess": [None, "cat"]}), path)
+    images = open_source(str(tmp_path / "images"), path)
+    assert images.labels.names == ("cat", "dog")
+    assert f"labels for 2 of {len(images)} images, 1 corrected guess among them" in caplog.text
     write(pa.table(columns | {"origin": ["guessed"] * 2}), path)
     with pytest.raises(ValueError, match="has a label for none of them: they are guesses of predict"):
         open_source(str(tmp_path / "images"), path)

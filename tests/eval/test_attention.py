@@ -5,6 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
+import dino_vit
 from dino_vit import VisionTransformer, load_backbone, save_backbone
 from dino_vit.cli import main
 from dino_vit.eval import attention
@@ -175,3 +176,11 @@ def test_mistakes_are_explained(weights, tmp_path, capsys):
         assert main(["attention", f"output={tmp_path / 'out'}", *arguments]) == 2
         assert message in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
+
+
+def test_how_to_draw_other_images_is_said_where_some_are_left_out(weights, photos):
+    others = (
+        "\ncount=null draws all 5 images; an image, or a glob in quotes, in place of the source draws those"
+    )
+    assert str(dino_vit.attention(photos, weights, count=2, verbose=False)).endswith(others)
+    assert others not in str(dino_vit.attention(photos, weights, count=None, verbose=False))

@@ -46,9 +46,7 @@ def test_a_class_of_one_image_is_named(photos, weights):
     few.write_text("\n".join([*(photos / "labels.csv").read_text().splitlines(), "001.png,odd"]))
     found = dino_vit.predict(photos / "photos", weights, labels=few, **SETTINGS)
     said = str(found)
-    assert (
-        " of 100 labels will be right, counting classes that could not be tested as wrong, if these" in said
-    )
+    assert " like the labelled ones; classes that could not be tested count as wrong\n" in said
     assert "\nLabel more images: of 1 class with fewer than 5 labels (odd: 1)\n" in said
     assert f"on {IMAGES // 2 + 1} labelled images of 5 classes" in said
     assert found.details["untested"] == ["odd"]
@@ -60,7 +58,7 @@ def test_labels_at_random_are_said_to_be_chance(photos, weights):
         for labels in (photos / "labels.csv", shuffled(photos))
     )
     assert "no better than always guessing" not in said
-    assert random.startswith("These labels may be no better than always guessing blue: ")
+    assert random.startswith("These guesses may be no better than always guessing blue: ")
     assert " of 100 were right in cross-validation, of 48 images; label more images\n" in random
 
 
@@ -94,7 +92,7 @@ def test_too_few_labels_have_no_confidence(photos, weights):
         assert words in str(found)
         assert "mean confidence" not in str(found)
         assert "with a given label, as the labels are too few to tell how sure the others are" in str(found)
-        assert {*found.columns} == {"name", "label", "origin", "second", "nearest", "similarity"}
+        assert {*found.columns} == {"name", "label", "origin", "guess", "second", "nearest", "similarity"}
     assert found.details["classifier"].startswith("k-NN (k = 1) of ")
     assert found.details["temperature"] is None
     again = dino_vit.predict(photos / "photos", kept, verbose=False)

@@ -119,7 +119,7 @@ def said_of(train, folds):
 def test_noise_is_seldom_said_to_be_better_than_guessing():
     said = [said_of(noise(60, 3, seed), torch.arange(60) % 5) for seed in range(100)]
     may_be_guesses = sum(
-        each.startswith("These labels may be no better than always guessing") for each in said
+        each.startswith("These guesses may be no better than always guessing") for each in said
     )
     assert may_be_guesses >= 95
     assert said_of(features(), in_turn(60)).startswith("About ")
@@ -132,7 +132,7 @@ def test_few_images_are_said_to_be_too_few(images, enough):
     train = LabelledFeatures(F.one_hot(targets, 8).float(), targets, np.arange(images), ("a", "b"))
     said = said_of(train, torch.arange(images) // 2 % 5)
     few = f"Only {images} of {images} labelled images can test the classifier, too few to say how many"
-    assert said.startswith("About 100 of 100 labels will be right" if enough else few)
+    assert said.startswith("About 100 of 100 guesses will be right" if enough else few)
 
 
 def test_of_many_labels_those_that_may_judge_are_too_few():
@@ -140,7 +140,9 @@ def test_of_many_labels_those_that_may_judge_are_too_few():
     train = LabelledFeatures(F.one_hot(targets, 8).float(), targets, np.arange(60), ("a", "b"))
     trials = cross_validate(train, folds, candidates(folds, neighbours_only=True), "")
     said = describe_training(train, replace(trials, judges=torch.arange(60) < 8), {})[0]
-    few = "Only 8 of 60 labelled images can test the classifier, too few to say how many labels will be right"
+    few = (
+        "Only 8 of 60 labelled images can test the classifier, too few to say how many guesses will be right"
+    )
     assert said == f"{few}: label images that were not picked by their guesses, as the random ones of `label`"
 
 
@@ -156,10 +158,11 @@ def test_classes_that_cannot_be_tested_count_as_wrong():
     assert (trials.figure.correct, trials.figure.images) == (50, 100)
     assert untested_classes(train, trials) == [f"{each:02}" for each in range(5, 55)]
     said = describe_training(train, trials, {})
-    untestable = (
-        "counting classes that could not be tested as wrong, if these images are like the labelled ones"
+    like = "if these images are like the labelled ones"
+    assert (
+        said[0]
+        == f"About 50 of 100 guesses will be right, {like}; classes that could not be tested count as wrong"
     )
-    assert said[0] == f"About 50 of 100 labels will be right, {untestable}"
     assert "of 50 classes with fewer than 5 labels (05: 1, 06: 1, " in said[-2]
     assert "on 100 labelled images of 55 classes; k-NN 50.0 %, always guessing 00 10.0 %" in said[-1]
 
@@ -176,8 +179,8 @@ def test_sure_labels_and_weak_classes_are_counted():
     trials = Trials([Candidate("k-NN", 1)], [scores], targets, "multiclass", folds, tested, range(94))
     train = LabelledFeatures(torch.zeros(94, 1), targets, np.arange(94), tuple(classes))
     said = describe_training(train, trials, {})
-    assert said[0].startswith("About 87 of 100 labels will be right, ")
-    sure = "Of labels with a confidence of 80 % or more, 69 to 97 of 100 will be right"
+    assert said[0].startswith("About 87 of 100 guesses will be right, ")
+    sure = "Of guesses with a confidence of 80 % or more, 69 to 97 of 100 will be right"
     assert said[1] == f"{sure} (41 of 47 were in cross-validation)"
     few, wrong = (
         "of 1 class with fewer than 5 labels (few: 4)",

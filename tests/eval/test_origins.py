@@ -10,7 +10,7 @@ import dino_vit
 from dino_vit.eval import predict
 from dino_vit.eval.classifier_training import describe_training
 from dino_vit.eval.cross_validation import Candidate, Trials
-from dino_vit.eval.origins import join_groups, may_judge
+from dino_vit.eval.origins import describe_judges, join_groups, may_judge
 from dino_vit.eval.sets import LabelledFeatures
 from tests.support.coloured_photos import COLOURS, IMAGES
 
@@ -52,12 +52,14 @@ def test_predict_is_judged_by_the_random_ones(photos, weights):
     assert found.details["cross_validated"]["images"] == 3 * IMAGES // 4 - len(picked)
     said = str(found).splitlines()[0]
     assert said.endswith(
-        f" of 100 labels will be right, by {3 * IMAGES // 4 - len(picked)} images that were drawn at random"
+        f" of 100 guesses will be right, by {3 * IMAGES // 4 - len(picked)} images that were drawn at random"
     )
     few = write(photos, lambda row: "chosen")
     every = dino_vit.predict(photos / "photos", weights, labels=few, **SETTINGS)
     assert every.details["cross_validated"]["images"] == 3 * IMAGES // 4
-    assert "if these images are like the labelled ones" in str(every)
+    assert " of 100 guesses will be right, or fewer: the labelled images were not drawn at random\n" in str(
+        every
+    )
 
 
 def test_confidences_rest_on_all_labels_but_those_picked_by_their_guesses(photos, weights):
@@ -79,12 +81,22 @@ def test_a_class_that_was_labelled_at_once_cannot_be_tested(photos, weights):
     assert found.details["untested"] == [blue]
 
 
+def test_labels_of_a_choice_promise_too_much_and_of_others_nothing_is_known():
+    chosen, given = "or fewer: the labelled images were not drawn at random", "if these images are like the"
+    for origins, said in (
+        (["given", "random", "corrected"], given),
+        (["given", "chosen"], chosen),
+        (["random", "group:1"], chosen),
+    ):
+        assert describe_judges(np.array(origins)).startswith(said)
+
+
 def test_what_was_picked_by_its_guess_chooses_the_classifier_but_is_no_figure(photos, weights):
     few = write(photos, lambda row: "checked")
     found = dino_vit.predict(photos / "photos", weights, labels=few, **SETTINGS)
     assert found.details["cross_validated"] is None
     assert str(found).startswith(
-        "How good these labels are cannot be said: label images that were not picked"
+        "How good these guesses are cannot be said: label images that were not picked"
     )
     given = dino_vit.predict(
         photos / "photos", weights, labels=write(photos, lambda row: "given"), **SETTINGS

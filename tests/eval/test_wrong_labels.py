@@ -12,7 +12,7 @@ from dino_vit.eval.sets import LabelledFeatures
 from dino_vit.eval.wrong_labels import SWAPPED, TEMPERATURES, explain, find_wrong_labels, suspects
 
 CLASSES = tuple("abcdefgh")
-POOR = "Mistakes in the given labels cannot be found: the features are too poor, or the labels too few"
+POOR = "Mistakes in the given labels cannot be found reliably"
 
 
 def labelled(images, *, apart, share=0.0, seed=0):

@@ -17,8 +17,7 @@ from dino_vit.core.process import in_threads
 from dino_vit.core.text import brief, printable, progress, public
 from dino_vit.data.image_set import ImageSet, Store
 from dino_vit.data.index import Index, IndexContents, indexing, open_index
-from dino_vit.data.label_files import is_label, parse_json
-from dino_vit.data.labels import LABEL_COLUMNS, NO_LABEL, encode_labels
+from dino_vit.data.labels import LABEL_COLUMNS, NO_LABEL, encode_labels, is_label, parse_json
 from dino_vit.data.paths import file_identity, folder_of, is_image, short_names
 from dino_vit.data.remote import exists, is_url, open_file, read_file
 from dino_vit.data.shards import RemoteShards, Shards
