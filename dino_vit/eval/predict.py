@@ -214,7 +214,7 @@ def open_images(config: PredictConfig) -> tuple[LabelledSubset | None, LabelledS
         return None, LabelledSubset(name, source, np.arange(len(source)), none, facts.classes, facts.task)
     if config.train is None:
         source = open_source(config.source, config.labels, several=config.several)
-        learned = open_subset(name, source, config.weights)
+        learned = open_subset(name, source)
         others, count = images_to_label(name, source, learned), plural(len(source), "label")
         if len(others):
             log.info("%s are yours, %s are guesses", f"{len(learned):,} of {count}", f"{len(others):,}")

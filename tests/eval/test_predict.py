@@ -266,14 +266,6 @@ def test_mistakes_are_said(photos, weights):
     given = {"labels": photos / "labels.csv", "verbose": False}
     with pytest.raises(ValueError, match=r"none of the 96 images .* has a label"):
         dino_vit.predict(folder, weights, verbose=False)
-    (photos / "run").mkdir()
-    (photos / "run" / "config.yaml").write_text("data: {source: photos, labels: mine.csv}")
-    (photos / "run" / "backbone.safetensors").write_bytes(weights.read_bytes())
-    for command in (dino_vit.predict, dino_vit.knn):
-        with pytest.raises(
-            ValueError, match=r"run was evaluated with data\.labels=mine\.csv; give labels=mine"
-        ):
-            command(folder, photos / "run", verbose=False)
     dino_vit.predict(folder, weights, classifier=photos / "classifier.safetensors", **given)
     with pytest.raises(ValueError, match="several are of labels to learn from"):
         dino_vit.predict(folder, photos / "classifier.safetensors", several=True, verbose=False)
