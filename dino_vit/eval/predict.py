@@ -30,7 +30,7 @@ from dino_vit.eval.label_table import summarise, sure_rows, tabulate, with_given
 from dino_vit.eval.origins import read_origins
 from dino_vit.eval.pooled import pool_features
 from dino_vit.eval.results import to_jsonable, write_results
-from dino_vit.eval.sets import LabelledSubset, Rows, count_shared, images_to_label, open_subset
+from dino_vit.eval.sets import LabelledSubset, Rows, images_to_label, open_subset, refuse_same_images
 from dino_vit.eval.wrong_labels import Doubts
 from dino_vit.features.frozen import FrozenBackbone, frozen_backbones
 from dino_vit.features.readings import joined_features
@@ -192,12 +192,7 @@ def open_images(config: PredictConfig) -> tuple[LabelledSubset | None, LabelledS
     else:
         learned = open_subset(config.train, open_source(config.train, config.labels, several=config.several))
         others = images_to_label(name, open_source(config.source, NO_LABELS), learned)
-        shared = count_shared(others.source, learned.images)
-        if shared == len(others):
-            text = f"all {plural(shared, 'image')} of {name} are among those of train={learned.name}"
-            raise ValueError(f"{text}: there is nothing left to label")
-        if shared:
-            log.warning("%d of the %d images to label are in train=%s too", shared, len(others), learned.name)
+        refuse_same_images(name, others.source, f"train={learned.name}", learned.images)
     if len(others) or config.classifier:
         learned.require_two_classes()
     return learned, others

@@ -231,21 +231,15 @@ def _open_sets(config: LabelledConfig, blocks: int | None, source: ImageSet | No
     return train, val
 
 
-def count_shared(source: ImageSet, train: ImageSet) -> int:
-    """Return how many images of a source are those of another, whatever paths lead to them."""
-    learned = set(train.origins())
-    return sum(origin in learned for origin in source.origins())
-
-
 def refuse_same_images(name: str, source: ImageSet, train_name: str, train: ImageSet) -> None:
-    """Refuse to judge by the very images that were learned from, and warn if some are."""
-    name = public(name)
-    shared = count_shared(source, train)
+    """Refuse the very images that were learned from, whatever paths lead to them, and warn if some are."""
+    name, learned = public(name), set(train.origins())
+    shared = sum(origin in learned for origin in source.origins())
     if shared == len(source):
         advice = "give other images" + ", or leave out train" * train_name.startswith("train=")
         raise ValueError(f"all {plural(shared, 'image')} of {name} are in {train_name} too; {advice}")
     if shared:
-        text = "%d of the %d images of %s are in %s too: the accuracy will be inflated"
+        text = "%d of the %d images of %s are in %s too: the accuracy on these is too high"
         log.warning(text, shared, len(source), name, train_name)
 
 
