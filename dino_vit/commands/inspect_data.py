@@ -1,9 +1,7 @@
 """Inspect a source of images before training on it: what it contains, what is broken, and its views."""
 
 import json
-import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import ceil, prod, sqrt
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,28 +14,24 @@ from dino_vit.config.commands import InspectConfig
 from dino_vit.config.complete import decide
 from dino_vit.config.facts import RunFacts
 from dino_vit.config.loading import load
-from dino_vit.config.objects import is_object
 from dino_vit.config.outputs import check_outputs
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.core import Size, log
+from dino_vit.core import log
 from dino_vit.core.invocation import after_figures
 from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import plural, printable, public
 from dino_vit.data.image_set import ImageSet, evenly_spaced
 from dino_vit.data.images.decode import UnreadableImage, read_image
-from dino_vit.data.images.pixels import Pixels, reduced_size
+from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.labels import alike_names
 from dino_vit.data.open import open_source
 from dino_vit.data.statistics import ImageInfo, ImageSummary, channel_statistics, inspect_images
 from dino_vit.training.inputs import image_facts
-from dino_vit.views.build import build_pixels, build_views, make_views
+from dino_vit.views.build import build_pixels, make_views
 from dino_vit.views.pictures import as_picture, draw_sheet
 
 LISTED = 10  # names, classes or groups in a text
 ROWS = 8  # images on the sheet
-# What an image costs, in decoded pixels: its own and OVERHEAD more; decoded at a smaller scale, its own times
-# SCALED. Smaller files are advised where they would cost less than 1 / LARGE of it.
-OVERHEAD, SCALED, LARGE = 90_000, 0.22, 2
 
 
 def run(config: InspectConfig) -> Facts:
@@ -49,10 +43,9 @@ def run(config: InspectConfig) -> Facts:
     name = printable(", ".join(map(public, sources)))
     indices = evenly_spaced(len(source), config.count or len(source))
     summary = inspect_images(source, indices, max_pixels=config.max_pixels)
-    training = training_config(config.pretrain, source, summary)
-    sizes = [(image.height, image.width) for image in summary.images]
-    facts = describe_images(name, source, summary, advice_on_size(training, sizes, sources))
+    facts = describe_images(name, source, summary)
     if config.sheet:
+        training = training_config(config.pretrain, source, summary)
         sheet = draw_views(Path(config.sheet), source, summary, training)
         with after_figures():
             write_bytes(Path(config.sheet), sheet)
@@ -68,28 +61,7 @@ def training_config(file: str | None, source: ImageSet, summary: ImageSummary) -
     return decide(config, RunFacts(images=image_facts(source, summary))).config
 
 
-def advice_on_size(config: PretrainConfig, sizes: Sequence[Size], sources: Sequence[str]) -> str | None:
-    """Return what to do if images of these heights and widths are far larger than the views."""
-    # The smallest box of a view, if it is square, then still has a pixel for each of the view's own.
-    needed = max(max(view.size) / sqrt(view.scale[0]) for view in build_views(config))
-    side = ceil(needed / 64) * 64
-    original = median(height * width for height, width in sizes)
-    packed = median(prod(reduced_size(*size, side)) for size in sizes)
-    scaled = config.data.scaled_decoding
-    faster = (OVERHEAD + (SCALED * original if scaled else original)) / (OVERHEAD + packed)
-    if faster < LARGE:
-        return None
-    height, width = (median(lengths) for lengths in zip(*sizes, strict=True))
-    several = len(sources) > 1 or is_object(sources[0])
-    source = "SOURCE" if several else shlex.quote(printable(public(sources[0])))
-    text = (
-        f"images of {height:g} × {width:g} pixels (median) are larger than their views need: "
-        f"`dino-vit pack {source} packed size={side}` makes them about {faster:.0f} times faster to decode"
-    )
-    return text if scaled else f"{text}, data.scaled_decoding=true about {1 / SCALED:.0f} times"
-
-
-def describe_images(name: str, source: ImageSet, summary: ImageSummary, advice: str | None) -> dict[str, Any]:
+def describe_images(name: str, source: ImageSet, summary: ImageSummary) -> dict[str, Any]:
     """Return what is in a source as plain values."""
     codes, labels, images = source.codes(), source.labels, summary.images
     labelled = codes[codes >= 0]
@@ -103,7 +75,6 @@ def describe_images(name: str, source: ImageSet, summary: ImageSummary, advice: 
         "without_label": len(source) - len(labelled),
         "several": None if labels.sets is None else labels.describe(labelled),
         "splits": source.split_sizes(),
-        "advice": advice,
         "inspected": len(images) + len(summary.unreadable),
         "formats": summary.count(lambda image: image.format),
         "pixels": summary.count(ImageInfo.describe),
@@ -163,8 +134,6 @@ def as_text(facts: Mapping[str, Any]) -> Iterator[str]:
         yield f"  mean, std   {' '.join(settings)}"
     else:
         yield "  mean, std   unknown: the values are not from 0 to 1; set data.range"
-    if facts["advice"]:
-        yield facts["advice"]
     if unreadable := facts["unreadable"]:
         yield f"  unreadable  {len(unreadable):,}"
         yield from (f"    {image['name']}: {image['reason']}" for image in unreadable[:LISTED])

@@ -141,7 +141,7 @@ def untested_classes(learned: LabelledFeatures, trials: Trials) -> list[str]:
 class TrainedClassifier:
     """A classifier, what it learned from, and what is said of it."""
 
-    classifier: ImageClassifier
+    classifier: ImageClassifier | None  # None: all images have labels
     learned: LabelledFeatures | None  # as they are read; None: it was read from a file
     names: list[str]  # of the images that it learned from
     details: dict[str, Any]
@@ -171,6 +171,13 @@ def choose(
     lines = describe_training(learned, trials, baselines, temperature, describe_judges(origins))
     lines.append(f"Read by {candidate.reading}; labelled by {candidate.how}")
     return Choice(candidate, temperature, lines)
+
+
+def learn_nothing(pool: PooledFeatures) -> TrainedClassifier:
+    """Return what there is to say where all images have labels."""
+    details = {"labelled": len(pool.learned), "classes": len(pool.learned.classes)}
+    none = pool.features.new_zeros(0, len(pool.learned.classes))
+    return TrainedClassifier(None, None, [], details, [], Doubts(), none)
 
 
 def train_classifier(pool: PooledFeatures) -> TrainedClassifier:

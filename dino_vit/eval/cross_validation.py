@@ -228,10 +228,6 @@ def train_regressions(cs: Sequence[float], learned: LabelledFeatures) -> list[Li
     def regressions(features: Tensor) -> list[LinearHeads]:
         return [train_logistic(features, targets, cs=cs, classes=len(present))]
 
-    if len(present) == 1 and learned.task == "multiclass":  # of a fold: there is nothing to tell apart
-        bias = learned.features.new_full((classes,), _ABSENT)
-        bias[present] = 0
-        return [LinearScores(bias.new_zeros(classes, learned.features.shape[1]), bias)] * len(cs)
     exact = torch.float64 if learned.features.device.type == "cpu" else torch.float32
     (heads,) = on_standardised(regressions, learned.features.to(exact), by_column=False)
     found = []

@@ -14,7 +14,7 @@ from torch import Tensor
 from dino_vit.config.commands import KnnConfig
 from dino_vit.core.distributed import all_gather, rank_slice
 from dino_vit.core.runtime import start_processes
-from dino_vit.core.text import format_table, plural, progress
+from dino_vit.core.text import format_table, plural
 from dino_vit.eval.neighbours import neighbour_means, weighted_knn
 from dino_vit.eval.results import (
     METRIC,
@@ -108,14 +108,6 @@ def classify(
 ) -> dict[int, Predictions]:
     """Classify all images of `val` for each k; each process does a share of them."""
     mine = rank_slice(range(len(val)))
-    with progress("neighbours", len(mine)) as advance:
-        ranked = weighted_knn(
-            train.features,
-            train.targets,
-            val.features[mine.start : mine.stop],
-            k=k,
-            self_offset=mine.start if val is train else None,
-            device=device,
-            progress=advance,
-        )
+    asked, offset = val.features[mine.start : mine.stop], mine.start if val is train else None
+    ranked = weighted_knn(train.features, train.targets, asked, k=k, self_offset=offset, device=device)
     return {k: val.predictions(all_gather(best)) for k, best in ranked.items()}

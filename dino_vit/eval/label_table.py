@@ -30,6 +30,8 @@ def tabulate(
     queries: Tensor, names: Sequence[str], fitted: TrainedClassifier, unsure: Container[str]
 ) -> pa.Table:
     """Return the table of guesses by features, some at a time; somebody was unsure of some names."""
+    if fitted.classifier is None:
+        return pa.table({"name": [], "label": []})
     spread = repeat(None) if fitted.spread is None else torch.split(fitted.spread, _ROWS)
     pairs = zip(torch.split(queries, _ROWS), spread, strict=False)
     blocks = [pa.table(_columns(block, outputs, fitted)) for block, outputs in pairs]
@@ -38,7 +40,9 @@ def tabulate(
 
 
 def _columns(queries: Tensor, spread: Tensor | None, fitted: TrainedClassifier) -> dict[str, Any]:
-    classifier, facts = fitted.classifier, fitted.classifier.facts
+    classifier = fitted.classifier
+    assert classifier is not None
+    facts = classifier.facts
     outputs = classifier.of_features(queries) if spread is None else spread
 
     def rounded(values: Tensor) -> NDArray[np.float64]:

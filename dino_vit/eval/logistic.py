@@ -45,7 +45,8 @@ def train_logistic(
     features = features.contiguous()
     variance, mean = torch.var_mean(features, dim=0, correction=0)
     weight, bias = features.new_zeros(classes, features.shape[1]), features.new_zeros(classes)
-    curved = 2 if targets.ndim == 2 else classes  # a sigmoid is curved like the softmax of two classes
+    # A sigmoid is curved like the softmax of two classes; one class, as a fold may have, not at all.
+    curved = 2 if targets.ndim == 2 else max(2, classes)
     weights, biases = [], []
     with progress("Fitting logistic regressions", len(cs)) as advance:
         for c in sorted(cs):

@@ -4,7 +4,7 @@ FAISS finds neighbours, on CPUs and on GPUs. Where it is not installed, products
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.core import log
-from dino_vit.core.text import plural
+from dino_vit.core.text import plural, progress
 from dino_vit.models.classifiers import vote_logits
 
 Matrix = Tensor | NDArray[Any]  # an array may be a memory map, larger than the memory
@@ -106,7 +106,6 @@ def weighted_knn(
     k: Sequence[int],
     self_offset: int | None = None,
     device: torch.device | None = None,
-    progress: Callable[[int], None] | None = None,
 ) -> dict[int, Tensor]:
     """Return, for each k, the labels of the best five classes of each query, best first: (queries, ≤ 5).
 
@@ -119,15 +118,15 @@ def weighted_knn(
     labels, classes = torch.unique(bank_labels.to(device), return_inverse=True)
     ranked: dict[int, list[Tensor]] = {wanted: [] for wanted in k}
     size = max(1, min(_QUERIES // (queries.shape[1] + 2 * max(k)), _VOTES // len(labels)))
-    for start in range(0, len(queries) or 1, size):
-        block = queries[start : start + size].to(device)
-        itself = None if self_offset is None else self_offset + start
-        cosines, rows = nearest(bank, block, k=max(k), self_offset=itself)
-        scores = class_scores(cosines, classes[rows], k=k, classes=len(labels))
-        for wanted, by_class in scores.items():
-            ranked[wanted].append(_best(by_class, labels))
-        if progress:
-            progress(len(block))
+    with progress("neighbours", len(queries)) as advance:
+        for start in range(0, len(queries) or 1, size):
+            block = queries[start : start + size].to(device)
+            itself = None if self_offset is None else self_offset + start
+            cosines, rows = nearest(bank, block, k=max(k), self_offset=itself)
+            scores = class_scores(cosines, classes[rows], k=k, classes=len(labels))
+            for wanted, by_class in scores.items():
+                ranked[wanted].append(_best(by_class, labels))
+            advance(len(block))
     return {wanted: torch.cat(blocks) for wanted, blocks in ranked.items()}
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from dino_vit.config.commands import PredictConfig
 from dino_vit.config.objects import is_object
 from dino_vit.config.outputs import check_outputs
+from dino_vit.config.settings import Task
 from dino_vit.core import log
 from dino_vit.core.distributed import agree, is_main_process
 from dino_vit.core.invocation import after_figures
@@ -24,17 +25,16 @@ from dino_vit.core.text import Result, brief, plural, public
 from dino_vit.data.label_files import SEPARATOR, UNSURE
 from dino_vit.data.labels import NO_LABELS
 from dino_vit.data.open import open_source
-from dino_vit.eval.classifier_training import TrainedClassifier, train_classifier
+from dino_vit.eval.classifier_training import TrainedClassifier, learn_nothing, train_classifier
 from dino_vit.eval.label_table import summarise, sure_rows, tabulate, with_given, write_table
 from dino_vit.eval.origins import read_origins
-from dino_vit.eval.pooled import PooledFeatures, pool_features
+from dino_vit.eval.pooled import pool_features
 from dino_vit.eval.results import to_jsonable, write_results
-from dino_vit.eval.sets import LabelledSubset, count_shared, images_to_label, open_subset
+from dino_vit.eval.sets import LabelledSubset, Rows, images_to_label, open_subset, refuse_same_images
 from dino_vit.eval.wrong_labels import Doubts
 from dino_vit.features.frozen import FrozenBackbone, frozen_backbones
 from dino_vit.features.readings import joined_features
 from dino_vit.weights.classifier import (
-    ClassifierFacts,
     ImageClassifier,
     read_classifier,
     read_classifier_facts,
@@ -95,17 +95,12 @@ def run(config: PredictConfig) -> LabelPredictions:
         _refuse_separators(images.classes, output)
     frozen = frozen_backbones(config)  # after what is cheaper to find fault with
     if learned is None:
-        fitted = _read(config, frozen)
-        spec, title = fitted.classifier.spec, f"features of {images.name}"
-        values, indices = joined_features(frozen, images.source, spec=spec, title=title)
-        queries = torch.from_numpy(values).to(frozen.device)
+        fitted, queries, indices = _read(config, frozen, images)
     else:
         pool = pool_features(config, frozen, learned, images, origins)
-        if not (len(pool.others) or config.classifier):
-            return _only_given(config, files, pool)
-        fitted = train_classifier(pool)
-        queries, indices = pool.select(fitted.classifier.facts.tokens, pool.others), pool.indices
-    facts = fitted.classifier.facts
+        fitted = train_classifier(pool) if len(pool.others) or config.classifier else learn_nothing(pool)
+        tokens = fitted.classifier.facts.tokens if fitted.classifier else pool.spec.tokens
+        queries, indices = pool.select(tokens, pool.others), pool.indices
     guessed = table = tabulate(queries, [names[index] for index in indices], fitted, unsure)
     if learned is not None and learned.source is images.source:
         table = with_given(guessed, pool)
@@ -116,9 +111,9 @@ def run(config: PredictConfig) -> LabelPredictions:
     if output and is_main_process():
         with after_figures():
             _write(files, table, details, fitted.doubts)
-    lines += summarise(table, guessed, facts.task, files, config.confident)
-    lines += _next_command(config, facts) if len(guessed) else ()
-    if config.classifier and is_main_process():
+    lines += summarise(table, guessed, images.task, files, config.confident)
+    lines += _next_command(config, images.task) if len(guessed) else ()
+    if config.classifier and fitted.classifier and is_main_process():
         with after_figures():
             save_classifier(fitted.classifier, files["classifier"], frozen.transform)
             what = "the classifier with its backbone, as weights of predict and of export"
@@ -127,7 +122,7 @@ def run(config: PredictConfig) -> LabelPredictions:
         names=guessed["name"].to_pylist(),
         labels=guessed["label"].to_pylist(),
         confidence=guessed["confidence"].to_numpy() if "confidence" in guessed.column_names else None,
-        classes=facts.classes,
+        classes=images.classes,
         classifier=fitted.classifier,
         features=queries,
         spread=fitted.spread,
@@ -135,30 +130,6 @@ def run(config: PredictConfig) -> LabelPredictions:
         details=details,
         path=output,
         text="\n".join(lines),
-    )
-
-
-def _only_given(config: PredictConfig, files: Mapping[str, Path], pool: PooledFeatures) -> LabelPredictions:
-    """Return and write the table where all images have labels: nothing is learned or guessed."""
-    none, learned = pa.table({}), pool.learned
-    table, weights = with_given(none, pool), pool.frozen.describe_weights()
-    counts = {"labelled": len(learned), "classes": len(learned.classes), "images": len(table), "guessed": 0}
-    details = to_jsonable({"settings": config.model_dump(mode="json"), "weights": weights, **counts})
-    if files and is_main_process():
-        with after_figures():
-            _write(files, table, details, Doubts())
-    return LabelPredictions(
-        names=[],
-        labels=[],
-        confidence=None,
-        classes=learned.classes,
-        classifier=None,
-        features=pool.features[:0],
-        spread=pool.features.new_zeros(0, len(learned.classes)),
-        table=table,
-        details=details,
-        path=files.get("table"),
-        text="\n".join(summarise(table, none, learned.task, files, config.confident)),
     )
 
 
@@ -214,19 +185,14 @@ def open_images(config: PredictConfig) -> tuple[LabelledSubset | None, LabelledS
         return None, LabelledSubset(name, source, np.arange(len(source)), none, facts.classes, facts.task)
     if config.train is None:
         source = open_source(config.source, config.labels, several=config.several)
-        learned = open_subset(name, source, config.weights)
+        learned = open_subset(name, source)
         others, count = images_to_label(name, source, learned), plural(len(source), "label")
         if len(others):
             log.info("%s are yours, %s are guesses", f"{len(learned):,} of {count}", f"{len(others):,}")
     else:
         learned = open_subset(config.train, open_source(config.train, config.labels, several=config.several))
         others = images_to_label(name, open_source(config.source, NO_LABELS), learned)
-        shared = count_shared(others.source, learned.images)
-        if shared == len(others):
-            text = f"all {plural(shared, 'image')} of {name} are among those of train={learned.name}"
-            raise ValueError(f"{text}: there is nothing left to label")
-        if shared:
-            log.warning("%d of the %d images to label are in train=%s too", shared, len(others), learned.name)
+        refuse_same_images(name, others.source, f"train={learned.name}", learned.images)
     if len(others) or config.classifier:
         learned.require_two_classes()
     return learned, others
@@ -238,8 +204,10 @@ def _describe_images(images: tuple[LabelledSubset | None, LabelledSubset]) -> st
     return f"{len(others):,} of {others.fingerprint} by {by}"
 
 
-def _read(config: PredictConfig, frozen: FrozenBackbone) -> TrainedClassifier:
-    """Return the classifier in the file of weights."""
+def _read(
+    config: PredictConfig, frozen: FrozenBackbone, images: LabelledSubset
+) -> tuple[TrainedClassifier, Tensor, Rows]:
+    """Return the classifier in the file of weights, what it reads of images, and which it can read."""
     model: Any = frozen.model
     classifier = read_classifier(config.weights, model).to(frozen.device)
     facts = classifier.facts
@@ -249,12 +217,15 @@ def _read(config: PredictConfig, frozen: FrozenBackbone) -> TrainedClassifier:
         *facts.tested,
     ]
     details = {"classifier": facts.model_dump(mode="json")}
-    return TrainedClassifier(classifier, None, [], details, lines, Doubts())
+    title = f"features of {images.name}"
+    values, indices = joined_features(frozen, images.source, spec=classifier.spec, title=title)
+    fitted = TrainedClassifier(classifier, None, [], details, lines, Doubts())
+    return fitted, torch.from_numpy(values).to(frozen.device), indices
 
 
-def _next_command(config: PredictConfig, facts: ClassifierFacts) -> Iterator[str]:
+def _next_command(config: PredictConfig, task: Task) -> Iterator[str]:
     """Yield the command to look through the guesses, where a page can."""
-    if config.output and facts.task == "multiclass" and not is_object(config.source):
+    if config.output and task == "multiclass" and not is_object(config.source):
         labels, page = None if config.train else config.labels, "check.html"
         options = {"labels": labels, "guesses": config.output, "output": page}
         options["overwrite"] = "true" if Path(page).exists() else None

@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,14 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.config.commands import LabelledConfig
-from dino_vit.config.loading import read_yaml
 from dino_vit.config.objects import is_object
-from dino_vit.config.settings import Task, flat
+from dino_vit.config.settings import Task
 from dino_vit.core import log
 from dino_vit.core.distributed import agree
 from dino_vit.core.text import brief, plural, public
 from dino_vit.data.image_set import ImageSet
-from dino_vit.data.labels import HELD_OUT, NO_LABELS, TRAIN
+from dino_vit.data.labels import HELD_OUT, TRAIN
 from dino_vit.data.open import has_cells, open_source
 from dino_vit.eval.holdout import choose_folds, find_runs, numbers_of, series_of
 from dino_vit.eval.statistics import Predictions
@@ -218,7 +216,7 @@ def _open_sets(config: LabelledConfig, blocks: int | None, source: ImageSet | No
         if {source.labels.task, train_source.labels.task} == {"multiclass", "multilabel"}:
             source, train_source = (each.with_sets() for each in (source, train_source))
         train = open_subset(config.train, train_source)
-    images = open_subset(config.source, source, str(getattr(config, "weights", "")))
+    images = open_subset(config.source, source)
     (images if train is None else train).require_two_classes()
     splits = choose_splits(source) if train is None else None
     if splits:
@@ -233,21 +231,15 @@ def _open_sets(config: LabelledConfig, blocks: int | None, source: ImageSet | No
     return train, val
 
 
-def count_shared(source: ImageSet, train: ImageSet) -> int:
-    """Return how many images of a source are those of another, whatever paths lead to them."""
-    learned = set(train.origins())
-    return sum(origin in learned for origin in source.origins())
-
-
 def refuse_same_images(name: str, source: ImageSet, train_name: str, train: ImageSet) -> None:
-    """Refuse to judge by the very images that were learned from, and warn if some are."""
-    name = public(name)
-    shared = count_shared(source, train)
+    """Refuse the very images that were learned from, whatever paths lead to them, and warn if some are."""
+    name, learned = public(name), set(train.origins())
+    shared = sum(origin in learned for origin in source.origins())
     if shared == len(source):
         advice = "give other images" + ", or leave out train" * train_name.startswith("train=")
         raise ValueError(f"all {plural(shared, 'image')} of {name} are in {train_name} too; {advice}")
     if shared:
-        text = "%d of the %d images of %s are in %s too: the accuracy will be inflated"
+        text = "%d of the %d images of %s are in %s too: the accuracy on these is too high"
         log.warning(text, shared, len(source), name, train_name)
 
 
@@ -259,30 +251,18 @@ def labelled_subset(name: str, source: ImageSet) -> LabelledSubset:
     return LabelledSubset(public(name), source, indices, values, labels.names, labels.task)
 
 
-def open_subset(name: str, source: ImageSet, weights: str = "") -> LabelledSubset:
-    """Return the labelled images of a source, say what their labels are, or raise if there are none.
-
-    A run folder as weights may know a file of labels.
-    """
+def open_subset(name: str, source: ImageSet) -> LabelledSubset:
+    """Return the labelled images of a source, say what their labels are, or raise if there are none."""
     labelled = labelled_subset(name, source)
     unlabelled = len(source) - len(labelled)
     if unlabelled == len(source):
         advice = "sort them into one folder per class (a folder that all share is none), or give a CSV of "
         advice += "names and labels: labels=FILE (train_labels=FILE for the train= of knn and linear)"
         advice = "let it have `targets` or `label(i)`, or " + advice if is_object(name) else advice
-        if file := _labels_of_run(weights):
-            advice = f"{weights} was evaluated with data.labels={file}; give labels={file} here too"
         raise ValueError(f"none of the {len(source)} images of {labelled.name} has a label; {advice}")
     left_out = f"; {plural(unlabelled, 'image')} without a label" if unlabelled else ""
     log.info("%s: %s%s", labelled.name, source.labels.describe(source.codes(labelled.indices)), left_out)
     return labelled
-
-
-def _labels_of_run(weights: str) -> object:
-    """Return the file of labels that a run was evaluated with, if weights are its folder and there is one."""
-    settings = Path(weights, "config.yaml")
-    read = flat(read_yaml(settings.read_bytes(), str(settings))) if settings.is_file() else {}
-    return None if read.get("data.labels") == NO_LABELS else read.get("data.labels")
 
 
 @dataclass(frozen=True)

@@ -106,22 +106,11 @@ def figures(record: RecordedRun) -> dict[str, str]:
     before, newest = record.baseline, evaluations_of(record.history)[-1:]
     if newest and newest[0].knn is not None:
         (name, knn), *others = accuracies(newest[0], before).items()
-        return {f"{describe_knn(before)}, {name}": knn, **dict(others), **newest_evaluation(record)}
+        return {f"{describe_knn(before)}, {name}": knn, **dict(others)}
     rank = newest[0].rankme if newest else None
     ways = "ways to tell images apart"
     ranks = {ways: rank, f"{ways}, before training": before.rankme}
-    return {name: f"{value:.0f}" for name, value in ranks.items() if value} | newest_evaluation(record)
-
-
-def newest_evaluation(record: RecordedRun) -> dict[str, str]:
-    """Return the figure of the newest file of results, which may be of images that were held out."""
-    for evaluation in record.evaluations:
-        if evaluation.percent:
-            percent, _, interval = evaluation.percent.partition(" ")
-            images = f" on {evaluation.data}" if evaluation.data else ""
-            title = f"{evaluation.figure}{images} {interval}, by dino-vit {evaluation.command}"
-            return {title: f"{float(percent):.1f} %"}
-    return {}
+    return {name: f"{value:.0f}" for name, value in ranks.items() if value}
 
 
 def charts(record: RecordedRun) -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ import pytest
 from PIL import Image
 
 from dino_vit.cli import main
-from dino_vit.commands.inspect_data import OVERHEAD, advice_on_size
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from tests.support.images import write_synthetic
@@ -105,18 +104,3 @@ def test_images_that_training_cannot_use_are_said_and_not_drawn(mixed, tmp_path,
     np.save(tmp_path / "all.npy", np.linspace(-9, 40, 1024, dtype=np.float32).reshape(4, 16, 16))
     assert main(["inspect-data", str(tmp_path / "all.npy"), f"sheet={tmp_path / 'none.png'}"]) == 2
     assert "none.png cannot be drawn: training could use none" in capsys.readouterr().err
-
-
-def test_images_far_larger_than_their_views_get_advice():
-    scales = ["views.global_scale=[0.25, 1.0]", "views.local_scale=[0.05, 0.25]"]
-    plain = load(PretrainConfig, None, [*scales, "data.scaled_decoding=false"])
-    sizes = [(3000, 4000), (400, 500), (4000, 3000)]
-    advice = advice_on_size(plain, sizes, ["photos"])
-    now, then = 3000 * 4000 + OVERHEAD, 448 * 597 + OVERHEAD
-    assert "3000 × 3000 pixels" in advice
-    assert f"`dino-vit pack photos packed size=448` makes them about {now / then:.0f} times faster" in advice
-    assert advice.endswith("data.scaled_decoding=true about 5 times")
-    scaled = advice_on_size(load(PretrainConfig, None, scales), sizes, ["photos"])
-    assert "makes them about 8 times faster" in scaled
-    assert "scaled_decoding" not in scaled
-    assert advice_on_size(plain, [(375, 500)] * 3, ["photos"]) is None

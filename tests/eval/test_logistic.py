@@ -62,6 +62,16 @@ def test_several_labels_are_logistic_regressions_of_their_own():
         assert float(heads.bias[0, label]) == pytest.approx(peer.intercept_[0], abs=1e-4)
 
 
+@pytest.mark.parametrize("count", [1, 4, 30])
+def test_one_class_has_nothing_that_tells_it_from_others(count):
+    def train(features):
+        return [train_logistic(features, torch.zeros(count, dtype=torch.long), cs=[0.1, 1], classes=1)]
+
+    (heads,) = on_standardised(train, shifted(count)[0], by_column=False)
+    assert not heads.weight.any()
+    assert not heads.bias.any()
+
+
 def test_heads_on_standardised_features_read_them_as_they_are():
     """As scikit-learn's pipeline of a scaler and a regression does; a constant column counts for nothing."""
     generator = torch.Generator().manual_seed(0)

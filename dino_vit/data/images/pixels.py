@@ -1,14 +1,11 @@
 """Convert images to the same channels, depth and scale."""
 
 from dataclasses import dataclass
-from functools import cache
 from math import inf
 from typing import Literal
 
 import torch
 from torch import Tensor
-
-from dino_vit.core import log
 
 MAX_PIXELS = 200_000_000  # of an image
 NOT_FINITE = "it contains infinite or NaN values; replace them first"
@@ -83,17 +80,10 @@ class Pixels:
             return 0.0, 1.0
         if image.dtype.itemsize <= 2:
             return 0.0, float(torch.iinfo(image.dtype).max)
-        white = float(2**self.bits - 1)
-        _say_white(kind_of(image), white)
-        return 0.0, white
+        return 0.0, float(2**self.bits - 1)
 
 
 RGB = Pixels()
-
-
-@cache
-def _say_white(kind: str, white: float) -> None:
-    log.warning("images of %s have white at %g; data.range=[low, high] sets another", kind, white)
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
