@@ -43,7 +43,7 @@ def use(source: Path, labels: Path | None = None) -> None:
     opened = open_source(str(source), labels)
     some = range(min(len(opened), 8))
     summary = inspect_images(opened, some)
-    facts = describe_images(str(source), opened, summary, None)
+    facts = describe_images(str(source), opened, summary)
     json.dumps(facts, allow_nan=False).encode()
     "\n".join(as_text(facts)).encode()
     failures = []
