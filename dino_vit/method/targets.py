@@ -79,7 +79,7 @@ class SinkhornCenter(nn.Module):
         return center
 
     def update(self) -> None:
-        """Do nothing: the next micro-batch has a centre of its own."""
+        """Do nothing: each micro-batch moves the centre by itself."""
 
 
 def sinkhorn_center(

@@ -1,4 +1,4 @@
-"""Slips on the page to label by: a click or a key too many, and a page that is written anew."""
+"""Mistakes of hand on the page to label by: a click or a key too many, a page written over."""
 
 import csv
 
