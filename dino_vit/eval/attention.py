@@ -29,6 +29,7 @@ from dino_vit.data.image_set import ImageSet, evenly_spaced
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.labels import NO_LABELS
 from dino_vit.data.open import open_source
+from dino_vit.eval.mask import object_mask
 from dino_vit.features.frozen import FrozenBackbone, check_finite
 from dino_vit.models.backbone import eval_mode
 from dino_vit.models.vit import VisionTransformer
@@ -36,9 +37,6 @@ from dino_vit.views import pictures
 from dino_vit.views.eval_transform import FAR, EvalTransform, eval_transform_of, resize, say_if_far
 from dino_vit.weights import load_backbone
 
-CUT_SIDE = 32  # patches along a side of what is cut into object and background, at most
-CUT_SHARE = 1 / 7  # of the standard deviation of all similarities: what counts as alike
-UNLIKE = 1e-5  # how near patches are that are not alike, so that all hang together
 PATCHES = 24  # along the shorter side of an image: fewer show little
 SHEET_ROWS = 12  # images on a sheet; they share their principal components
 FILES = (
@@ -161,8 +159,7 @@ def draw_sheet(
     rows, maps = [], Maps()
     colours = pictures.principal_colours([image.tokens for image in images.values()])
     for (index, image), colour in zip(images.items(), colours, strict=True):
-        size = height_width(image.picture.shape[-2:])
-        mask = pictures.enlarge(object_mask(image.tokens), size, model.patch_size) > 0
+        mask = object_mask(image.tokens, image.picture, model.patch_size)
         rows.append(draw_maps(image, colour, mask, model.patch_size))
         maps[image.name] = image.heads.numpy()
         if path:
@@ -204,28 +201,6 @@ def draw_maps(image: ImageMaps, colours: Tensor, mask: Tensor, patch: Size) -> d
         **{f"head {number}": head for number, head in enumerate(heads)},
         "patches": pictures.as_picture(pictures.enlarge(channels, size, patch)),
     }
-
-
-def object_mask(tokens: Tensor) -> Tensor:
-    """Mark the patches of an object by the tokens of all patches (y, x, d), without attention.
-
-    The normalised cut of Shi and Malik (2000) divides the patches into two parts so that few of those that
-    are alike are separated, as in TokenCut (Wang et al., 2022). The object is the part with less border.
-    """
-    height, width = tokens.shape[:2]
-    channels = rearrange(tokens.double(), "y x d -> 1 d y x")
-    small = F.adaptive_avg_pool2d(channels, (min(height, CUT_SIDE), min(width, CUT_SIDE)))[0]
-    units = F.normalize(small.flatten(1), dim=0)
-    cosines = units.T @ units
-    far = CUT_SHARE * cosines.std(correction=0).clamp(min=1e-6)
-    alike = ((cosines - 1) / far).exp() + UNLIKE
-    roots = alike.sum(dim=1).sqrt()
-    _, vectors = torch.linalg.eigh(-alike / (roots[:, None] * roots))
-    sides = (vectors[:, min(1, len(roots) - 1)] / roots).view(small.shape[1:])
-    mask, border = sides > sides.mean(), torch.ones_like(sides, dtype=torch.bool)
-    border[1:-1, 1:-1] = False
-    mask = ~mask if mask[border].double().mean() > 0.5 else mask
-    return F.interpolate(mask.double()[None, None], (height, width))[0, 0] > 0.5
 
 
 def attention_of(frozen: FrozenBackbone, image: Tensor) -> tuple[Tensor, Tensor]:

@@ -35,34 +35,6 @@ def test_maps_of_the_class_token_are_its_attention_to_the_patches(block):
     assert maps.flatten(2).std(-1).min() > 1e-3, "there is something to compare"
 
 
-def naive_cut(tokens):
-    """Return the second eigenvector of (D - W) v = λ D v, patch by patch."""
-    units = [token / np.linalg.norm(token) for token in tokens.reshape(-1, tokens.shape[-1])]
-    cosines = np.array([[one @ other for other in units] for one in units])
-    weights = np.exp(7 * (cosines - 1) / cosines.std()) + 1e-5
-    degrees = weights.sum(axis=1)
-    values, vectors = np.linalg.eig((np.diag(degrees) - weights) / degrees[:, None])
-    second = vectors[:, np.argsort(values.real)[1]].real
-    return (second > second.mean()).reshape(tokens.shape[:2])
-
-
-def test_the_mask_is_the_side_of_a_normalised_cut_with_less_of_the_border():
-    truth = torch.zeros(7, 9, dtype=torch.bool)
-    truth[2:6, 3:7] = True
-    noise = torch.randn(7, 9, 16, generator=torch.Generator().manual_seed(0), dtype=torch.double)
-    tokens = torch.where(truth[..., None], torch.eye(16)[0], torch.eye(16)[1]) + 0.1 * noise
-    mask = attention.object_mask(tokens)
-    assert torch.equal(mask, truth)
-    noisy = tokens + 0.3 * noise
-    mask, expected = attention.object_mask(noisy), naive_cut(noisy.numpy())
-    assert np.array_equal(mask, expected) or np.array_equal(mask, ~expected)
-    large = truth.repeat_interleave(8, 0).repeat_interleave(8, 1)  # cut after patches are joined
-    found = attention.object_mask(tokens.repeat_interleave(8, 0).repeat_interleave(8, 1))
-    assert (found == large).double().mean() > 0.9
-    for side in (1, 2):  # nothing to tell apart
-        assert attention.object_mask(torch.ones(side, side, 4)).shape == (side, side)
-
-
 def test_colours_are_the_principal_components_over_all_images():
     generator = torch.Generator().manual_seed(2)
     stretch = torch.diag(torch.tensor([9.0, 5.0, 2.0, 1.0, 0.5, 0.1]))
