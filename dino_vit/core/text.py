@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from difflib import get_close_matches
 from html import escape
-from itertools import islice
+from pathlib import Path
 from typing import Any, TextIO, cast
 
 from rich import markup
@@ -98,21 +98,13 @@ def brief(text: object, length: int = 60) -> str:
 
 def did_you_mean(path: str, otherwise: str = "") -> str:
     """Return a question about a path that exists and is nearly the given one, as the end of a message."""
-    if "://" in path:
-        return otherwise
-    head, name, below = path.rstrip("/"), "", ""
-    while head and not os.path.isdir(head):
-        below = os.path.join(name, below) if name else below
-        head, name = os.path.split(head)
-    try:
-        with os.scandir(head or os.curdir) as entries:
-            siblings = {entry.name.lower(): entry.name for entry in islice(entries, _SIBLINGS)}
-    except OSError:
-        return otherwise
-    for similar in get_close_matches(name.lower(), siblings):
-        candidate = os.path.join(head, siblings[similar], below).rstrip("/")
-        if os.path.exists(candidate):
-            return f"; did you mean {printable(candidate)}?"
+    given = Path(path)
+    with suppress(OSError, StopIteration):
+        missing = next(part for part in (*reversed(given.parents), given) if not part.exists())
+        for similar in get_close_matches(missing.name, os.listdir(missing.parent)[:_SIBLINGS]):
+            meant = missing.with_name(similar) / given.relative_to(missing)
+            if meant.exists():
+                return f"; did you mean {printable(meant)}?"
     return otherwise
 
 

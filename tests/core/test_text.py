@@ -112,7 +112,7 @@ def test_long_texts_take_time_in_proportion_to_their_length(unit):
     ("typed", "meant"),
     [
         ("photo", "photos"),
-        ("PHOTOS/", "photos"),
+        ("Photos/", "photos"),
         ("phots/train/a.png", "photos/train/a.png"),
         ("photos/trian/a.png", "photos/train/a.png"),
         ("photos/train/b.png", "photos/train/a.png"),
