@@ -192,7 +192,10 @@ def all_gather(tensor: Tensor) -> Tensor:
 
 def any_process(flag: bool) -> bool:
     """Return whether the flag is set in any process, without a device synchronisation."""
-    return bool(_largest(torch.tensor([int(flag)])).item())
+    flags = torch.tensor([int(flag)])
+    if world_size() > 1:
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=_hosts())
+    return bool(flags.item())
 
 
 class DelayedVote:
@@ -232,19 +235,6 @@ def broadcast_int(number: int) -> int:
     shared = torch.tensor([number])
     dist.broadcast(shared, src=0, group=_hosts())
     return int(shared.item())
-
-
-def all_equal(number: int) -> bool:
-    """Tell whether all processes pass the same number, without waiting for an accelerator."""
-    # The maxima of the numbers and of their negatives add up to 0 if all numbers are equal.
-    return bool(_largest(torch.tensor([number, -number])).sum() == 0)
-
-
-def _largest(numbers: Tensor) -> Tensor:
-    """Return the element-wise maximum over all processes of a tensor on the CPU."""
-    if world_size() > 1:
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=_hosts())
-    return numbers
 
 
 def wait_for_all() -> None:

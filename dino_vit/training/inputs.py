@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import flat, get, values
 from dino_vit.core import height_width
 from dino_vit.core.checkpoint import Checkpoint
-from dino_vit.core.distributed import all_equal, from_rank_0, in_all_processes, share_work, world_size
+from dino_vit.core.distributed import agree, from_rank_0, in_all_processes, share_work, world_size
 from dino_vit.core.runtime import choose_precision
 from dino_vit.data.image_set import ImageSet, evenly_spaced
 from dino_vit.data.statistics import (
@@ -188,9 +187,6 @@ def _from_rank_0(work: Any) -> Any:
 
 def check_alike(shared: Mapping[str, str]) -> None:
     """Check that all ranks have the same values."""
-    number = int(sha256(repr(sorted(shared.items())).encode()).hexdigest()[:12], 16)
-    if world_size() == 1 or all_equal(number):
-        return
     with in_all_processes():
         by_rank: list[Mapping[str, str]] = share_work(lambda _: [shared], range(world_size()))
     differences = []
@@ -201,8 +197,9 @@ def check_alike(shared: Mapping[str, str]) -> None:
         if len(ranks) > 1:
             seen = " and ".join(f"{value} on rank {rank}" for value, rank in ranks.items())
             differences.append(f"{name} is {seen}")
-    text = f"the ranks of this run differ: {'; '.join(differences)}"
-    raise ValueError(f"{text}. Give all of them the same settings and images")
+    if differences:
+        text = f"the ranks of this run differ: {'; '.join(differences)}"
+        raise ValueError(f"{text}. Give all of them the same settings and images")
 
 
 def _load_given(config: PretrainConfig, key: str, **options: Any) -> Backbone:
@@ -212,11 +209,12 @@ def _load_given(config: PretrainConfig, key: str, **options: Any) -> Backbone:
     weights = str(get(config, key))
     if Path(weights).resolve() == Path(config.output).resolve():
         raise ValueError(f"{key}={weights} is the run itself; give another, or a checkpoint that is kept")
-    backbone = load_backbone(weights, **options)
-    if not all_equal(int(backbone.provenance.sha256[:12], 16)):  # a run that goes on writes new ones
-        text = f"the processes read different weights from {key}={weights}"
-        raise ValueError(f"{text}; give a checkpoint that is kept")
-    return backbone
+    # A run that goes on may write another checkpoint between two processes that read its newest one.
+    return agree(
+        f"weights of {key}",
+        lambda: load_backbone(weights, **options),
+        lambda backbone: f"sha256 {backbone.provenance.sha256[:12]}",
+    )
 
 
 def _load_trained(config: PretrainConfig, frozen_teacher: Backbone | None) -> Backbone:
