@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dino_vit.config.length import EVALUATED
+from dino_vit.core import log
 from dino_vit.core.checkpoint import NotFinite
 from dino_vit.core.distributed import DelayedVote, broadcast_int, limit_waits
 from dino_vit.core.process import Interruption
@@ -225,7 +226,7 @@ def finish_save(state: TrainingState, reporter: Reporter, *, wait: bool = False,
             advice = full if isinstance(error, StorageError) else RESUME_ADVICE
             text = f"the run is complete, but its last checkpoint could not be written: {error}. {advice}"
             raise type(error)(text) from error
-        reporter.warn(f"step {state.writer.step:,}: no checkpoint was written. {error}")
+        log.warning("step %s: no checkpoint was written. %s", f"{state.writer.step:,}", error)
         if state.evaluations.is_best(state.writer.step):
             state.evaluations.best = state.evaluations.best_written
     else:

@@ -151,14 +151,7 @@ class Reporter:
         try:
             yield
         except (OSError, StorageError) as error:
-            self.warn(f"step {self.state.step:,}: the record could not be written. {error}")
-
-    def warn(self, text: str) -> None:
-        """Say what went wrong, with verbose=False too."""
-        if log.isEnabledFor(logging.INFO):
-            self.progress.notice(text)
-        else:
-            log.warning("%s", text)
+            log.warning("step %s: the record could not be written. %s", f"{self.state.step:,}", error)
 
     def _advice_on_waiting(self) -> str:
         state = self.state
