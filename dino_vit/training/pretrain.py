@@ -32,7 +32,7 @@ from dino_vit.training.networks import (
 )
 from dino_vit.training.plan import Clock, Plan
 from dino_vit.training.reporter import Reporter
-from dino_vit.training.resume import check_same_run, find_checkpoint, set_figures_aside
+from dino_vit.training.resume import check_same_run, set_figures_aside
 from dino_vit.training.state import TrainingState
 from dino_vit.views.build import (
     build_augment,
@@ -73,7 +73,7 @@ def pretrain(
 
 def set_up(config: PretrainConfig, accelerator: Accelerator) -> TrainingState:
     """Set up a new run, or one that resumes from the newest checkpoint in its output folder."""
-    inputs = open_inputs(config, find_checkpoint(config))
+    inputs = open_inputs(config, Checkpoints(Path(config.output)).newest_of_rank_0())
     facts = inspect(config, inputs, accelerator.device)
     run = complete(config, facts)
     check_alike(run.shared)
