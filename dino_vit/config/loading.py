@@ -36,13 +36,13 @@ def load(
     """
     if isinstance(base, Settings):
         assert isinstance(overrides, Mapping)
-        return _build(cls, values(base, given=True), flat(overrides), "unchanged", python=True)
+        return _build(cls, values(base, given=True), flat(overrides), "unchanged")
     file = base
     below = flat(read_yaml(file.read_bytes(), str(file))) if file else {}
     if file and file.name == "config.yaml" and any(file.parent.glob("checkpoints/step-*.safetensors")):
         below["output"] = str(file.parent)  # the settings of a run, which may have been moved
     if isinstance(overrides, Mapping):
-        return _build(cls, below, flat(overrides), str(file), python=True)
+        return _build(cls, below, flat(overrides), str(file))
     above: _Layer = {}
     for text in overrides:
         layer = _read_override(cls, text)
@@ -70,7 +70,7 @@ def _without(layer: _Layer, keys: Iterable[str]) -> _Layer:
     }
 
 
-def _build(cls: type[C], below: _Layer, above: _Layer, file: str, *, python: bool = False) -> C:
+def _build(cls: type[C], below: _Layer, above: _Layer, file: str) -> C:
     """Lay `above` over `below`, in which it replaces the groups that it excludes too, and validate."""
     infos = settings_of(cls)
     layer = _without(below, [*above, *_rivals(cls, above)]) | above
@@ -80,7 +80,7 @@ def _build(cls: type[C], below: _Layer, above: _Layer, file: str, *, python: boo
     for key, value in layer.items():
         # A section without settings is no mistake.
         if key not in infos and (key not in sections(cls) or value not in (None, {})):
-            hint = f"{origins.get(key, '')}; {_hint(cls, key, value, python and key in above)}"
+            hint = f"{origins.get(key, '')}; {_hint(cls, key, value)}"
             unknown.setdefault(hint, []).append(brief(key))
     problems = [
         f"{', '.join(keys)} {'is not a setting' if len(keys) == 1 else 'are not settings'}{hint}"
@@ -101,8 +101,8 @@ def _rivals(cls: type[Settings], layer: _Layer) -> set[str]:
     return {rival for key in layer if key in infos and layer[key] is not None for rival in infos[key].rivals}
 
 
-def _hint(cls: type[Settings], key: str, value: object, python: bool) -> str:
-    """Return what to write instead of an unknown key, in Python or on the command line and in files."""
+def _hint(cls: type[Settings], key: str, value: object) -> str:
+    """Return what to write instead of an unknown key."""
     section = key.partition(".")[0]
     inside = {name: info for name, info in settings_of(cls).items() if name.startswith(f"{section}.")}
     if key in sections(cls):  # as model=vit_small
@@ -110,16 +110,10 @@ def _hint(cls: type[Settings], key: str, value: object, python: bool) -> str:
     else:
         guesses = nearest(key, cls)
     if guesses:
-        return f"did you mean {' or '.join(_written(guess, value, python) for guess in guesses)}?"
+        return f"did you mean {' or '.join(guesses)}?"
     if inside:
         return f"the section {section} has {', '.join(inside)}"
     return f"the settings are {', '.join(cls.model_fields)}"
-
-
-def _written(key: str, value: object, python: bool) -> str:
-    """Return how a setting is written: a section is a dictionary in Python."""
-    section, _, name = key.rpartition(".")
-    return f"{section}={{{name!r}: {brief(repr(value))}}}" if python and section else key
 
 
 def nearest(typed: str, cls: type[Settings]) -> list[str]:
