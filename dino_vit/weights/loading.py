@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dino_vit.config.sections import BASELINES
+from dino_vit.config.settings import ConfigError
 from dino_vit.core import height_width, log
 from dino_vit.core.text import log_shown, plural
 from dino_vit.models.backbone import Provenance
@@ -60,7 +61,13 @@ def load_backbone(
     if unknown := [name for name in overrides if name not in parameters]:
         raise TypeError(f"load_backbone() has no argument {unknown[0]!r}, but {', '.join(parameters)}")
     raw = read_weights(source, network)
-    layout, model, notes = _load(raw, format, overrides)
+    try:
+        layout, model, notes = _load(raw, format, overrides)
+    except WeightsError:
+        raise
+    except (TypeError, ValueError, RuntimeError, ArithmeticError, IndexError) as error:
+        problems = "; ".join(error.problems) if isinstance(error, ConfigError) else error
+        raise WeightsError(f"{raw.source} describes a network that cannot be built: {problems}") from error
     origin = _provenance(raw, layout, model)
     if "image_size" in overrides:
         stated = {key: value for key, value in origin.preparation.items() if key != "shorter_side"}
@@ -112,12 +119,8 @@ def _load_transformer(
         wanted = {**stored, "num_classes": 0, **overrides}  # no classifier unless it is asked for
         with torch.device("meta"):
             model = LoadedTransformer(**wanted)
-    except WeightsError:
-        raise
     except KeyError as error:
         raise OtherArchitecture(f"{raw.source} lacks {error}, which every vision transformer has") from error
-    except (TypeError, ValueError, RuntimeError, ArithmeticError, IndexError) as error:
-        raise WeightsError(f"{raw.source} describes a network that cannot be built: {error}") from error
     _load_strictly(model, _adapt(tensors, stored, wanted, raw.source, notes), raw.source)
     return model, notes
 
