@@ -111,9 +111,6 @@ class PretrainConfig(Settings):
         """Whether the student has a mask token; that of a frozen teacher sees all patches."""
         return bool(self.loss.patch_weight) and self.teacher.weights is None
 
-    def check_ready(self) -> None:
-        _ = self.data.images  # raises where there are none
-
     def contradictions(self) -> Iterator[str]:
         """Yield refused combinations; with recipe=auto `complete` does most, once all settings are chosen."""
         yield from _check_groups(self) if self.recipe == "auto" else refused(self)

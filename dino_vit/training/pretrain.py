@@ -54,7 +54,6 @@ def pretrain(
 
     On rank 0 `on_metrics` is called with each record and `on_checkpoint` with the path of each checkpoint.
     """
-    config.check_ready()
     if Path(config.output).resolve() in map(Path.resolve, map(Path, config.data.sources)):
         raise ValueError(f"output={config.output} is the source of the images; give a folder of its own")
     with Interruption() as interruption, retrying(config.data.timeout):
