@@ -139,7 +139,7 @@ class EpochTraining(ABC):
                 total = torch.zeros((), device=self.loader.device)
                 for step, (images, targets) in enumerate(islice(batches, steps), epoch * steps):
                     total += self.take_step(images, targets, step)
-                    advance(1, f"epoch {epoch + 1}")
+                    advance(1)
                 loss = float(total) / steps
                 if not math.isfinite(loss):
                     advice = "lower the learning rate or use precision=no"

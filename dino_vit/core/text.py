@@ -176,29 +176,22 @@ def unfailing(stream: TextIO) -> TextIO:
     return cast(TextIO, Unfailing(stream))
 
 
-def live_console(stream: TextIO) -> Console | None:
-    """Return the console of a terminal that can redraw."""
-    console = Console(file=unfailing(stream))
-    # Ask the stream, as FORCE_COLOR makes rich take a log file for a terminal.
-    return console if stream.isatty() and not console.is_dumb_terminal else None
-
-
 class Advance:
     """Count finished items, and show them when it is time."""
 
     def __init__(self, title: str, total: int | None, outer: Callable[[str], None] | None = None) -> None:
         self.outer = outer  # shows the work of which this is a part
-        self.title, self.total, self.done, self.note = printable(public_text(title)), total, 0, ""
+        self.title, self.total, self.done = printable(public_text(title)), total, 0
         self.start = self.shown = time.monotonic()
-        # Only rank 0 logs at this level.
-        console = live_console(sys.stderr) if log.isEnabledFor(logging.INFO) else None
-        self.bar = Progress(console=console, transient=True, auto_refresh=False, disable=not console)
+        # Only rank 0 logs at this level. FORCE_COLOR makes rich take a log file for a terminal.
+        console = Console(file=unfailing(sys.stderr))
+        is_live = log.isEnabledFor(logging.INFO) and sys.stderr.isatty() and not console.is_dumb_terminal
+        self.bar = Progress(console=console, transient=True, auto_refresh=False, disable=not is_live)
         self.task = self.bar.add_task(markup.escape(self.title), total=total)
 
-    def __call__(self, count: int, note: str = "") -> None:
-        """Count more items, with a note on them."""
+    def __call__(self, count: int) -> None:
+        """Count more items."""
         self.done += count
-        self.note = note
         self.show()
 
     def show(self, part: str = "") -> None:
@@ -220,11 +213,10 @@ class Advance:
             log.info("%s", self.line(part))
 
     def line(self, part: str = "") -> str:
-        """Return the count, the rate and the note, and in brackets the line of a part of the work."""
+        """Return the count and the rate, and in brackets the line of a part of the work."""
         total = f" of {self.total:,}" if self.total and self.done != self.total else ""
         rate = self.done / max(time.monotonic() - self.start, 1e-9)
-        note = f", {self.note}" if self.note else ""
-        text = f"{self.title}: {self.done:,}{total}, {rate:{',.0f' if rate >= 10 else '.2g'}}/s{note}"
+        text = f"{self.title}: {self.done:,}{total}, {rate:{',.0f' if rate >= 10 else '.2g'}}/s"
         return f"{text} ({part})" if part else text
 
 
