@@ -112,14 +112,6 @@ def test_an_error_that_cannot_be_pickled_becomes_its_text():
     assert (type(copy), str(copy)) == (ValueError, str(error))
 
 
-def test_only_a_new_folder_in_which_nothing_was_written_goes(tmp_path):
-    (tmp_path / "mine").mkdir()
-    for name in ("mine", "new"):
-        with locked(tmp_path / name):
-            assert os.listdir(tmp_path / name) == [".lock"]
-    assert os.listdir(tmp_path) == ["mine"]
-
-
 def test_a_file_system_without_locks_is_no_reason_to_stop(tmp_path, monkeypatch, caplog):
     def refuse(*_):
         raise OSError(errno.ENOSYS, "Function not implemented")

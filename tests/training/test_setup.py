@@ -170,7 +170,6 @@ def test_a_folder_whose_checkpoint_has_another_version_is_refused(tmp_path, weig
 def test_a_run_without_images_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"no images are given: .* `dino-vit pretrain photos`"):
         pretrain(load(PretrainConfig, None, [f"output={tmp_path / 'run'}"]))
-    assert not (tmp_path / "run").exists()
     with pytest.raises(
         ValueError, match="no images are given"
     ):  # of a damaged config.yaml, which is read for a report
