@@ -66,8 +66,7 @@ class TeacherFacts:
     pixels: Mapping[str, Any]  # how it reads images, by setting of `data`
     heads: Mapping[str, Any]  # settings of its heads that the student shares; none without heads
     has_patch_head: bool
-    has_patches: bool
-    patch: int
+    patch: int  # its side; 0: it has none
     image_size: Size
 
 

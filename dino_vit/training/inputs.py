@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from dino_vit.training.frozen_networks import FrozenTeacher
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Inputs:
     """What a run reads, opened once."""
 
@@ -72,36 +72,28 @@ def open_inputs(config: PretrainConfig, checkpoint: Checkpoint | None) -> Inputs
     source = open_images(config)
     indices = evenly_spaced(len(source), INSPECTED_IMAGES)
     summary = _from_rank_0(lambda: inspect_images(source, indices, max_pixels=config.data.max_pixels))
-    trained, weights, frozen_teacher, gram_teacher = None, None, None, None
+    inputs = Inputs(source=source, summary=summary, checkpoint=checkpoint)
     if config.teacher.weights:
         from dino_vit.training.frozen_networks import open_teacher
 
-        frozen_teacher = open_teacher(_load_given(config, "teacher.weights"))
+        inputs.frozen_teacher = open_teacher(_load_given(config, "teacher.weights"))
     if config.gram:
-        gram_teacher = _load_given(config, "gram.weights")
+        inputs.gram_teacher = _load_given(config, "gram.weights")
     if config.init and checkpoint:  # the file that the run started from may be gone
         saved = checkpoint.metadata["architecture"].items()
         architecture = {key: tuple(value) if isinstance(value, list) else value for key, value in saved}
-        weights = WeightsFacts(architecture=architecture, is_read=False)
+        inputs.weights = WeightsFacts(architecture=architecture, is_read=False)
     elif config.init:
-        trained = _load_trained(config, frozen_teacher and frozen_teacher.backbone)
-        origin = trained.provenance
-        weights = WeightsFacts(
+        trained = _load_trained(config, inputs.frozen_teacher and inputs.frozen_teacher.backbone)
+        origin, inputs.trained = trained.provenance, trained
+        inputs.weights = WeightsFacts(
             architecture=trained.architecture,
             settings=flat(origin.config),
             mean=origin.mean,
             std=origin.std,
             range=origin.range,
         )
-    return Inputs(
-        source=source,
-        summary=summary,
-        checkpoint=checkpoint,
-        trained=trained,
-        weights=weights,
-        frozen_teacher=frozen_teacher,
-        gram_teacher=gram_teacher,
-    )
+    return inputs
 
 
 def inspect(config: PretrainConfig, inputs: Inputs, device: torch.device) -> RunFacts:
@@ -173,7 +165,6 @@ def _teacher_facts(teacher: "FrozenTeacher") -> TeacherFacts:
         pixels={f"data.{name}": value for name, value in read.items()},
         heads=heads,
         has_patch_head=config is not None and config.loss.patch_weight > 0,
-        has_patches=teacher.backbone.has_patches,
         patch=max(height_width(teacher.backbone.patch_size)) if teacher.backbone.has_patches else 0,
         image_size=teacher.backbone.image_size,
     )

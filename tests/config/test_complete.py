@@ -76,7 +76,6 @@ def test_a_frozen_teacher_goes_before_weights() -> None:
         pixels={**pixels, "data.range": None},
         heads={"head.prototypes": 99, "head.shared": True},
         has_patch_head=False,
-        has_patches=True,
         patch=8,
         image_size=(64, 64),
     )
