@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,8 +68,8 @@ class Inputs:
 
 def open_inputs(config: PretrainConfig, checkpoint: Checkpoint | None) -> Inputs:
     """Open what a run depends on beside its settings; all ranks must have been given the same."""
-    given = {key: write_yaml(value) for key, value in values(config, given=True).items()}
-    check_alike({key: value for key, value in given.items() if key not in HOST_SETTINGS})
+    given = {key: write_yaml(value) for key, value in values(config).items() if key not in HOST_SETTINGS}
+    check_alike(given)
     source = open_images(config)
     indices = evenly_spaced(len(source), INSPECTED_IMAGES)
     summary = _from_rank_0(lambda: inspect_images(source, indices, max_pixels=config.data.max_pixels))
@@ -177,20 +178,14 @@ def _from_rank_0(work: Any) -> Any:
 
 
 def check_alike(shared: Mapping[str, str]) -> None:
-    """Check that all ranks have the same values."""
+    """Check that all ranks have the same values, of the same names."""
     with in_all_processes():
         by_rank: list[Mapping[str, str]] = share_work(lambda _: [shared], range(world_size()))
-    differences = []
-    for name in sorted({name for each in by_rank for name in each}):
-        ranks: dict[str, int] = {}  # the first rank with each value
-        for rank, each in enumerate(by_rank):
-            ranks.setdefault(each.get(name, "nothing"), rank)
-        if len(ranks) > 1:
-            seen = " and ".join(f"{value} on rank {rank}" for value, rank in ranks.items())
-            differences.append(f"{name} is {seen}")
-    if differences:
-        text = f"the ranks of this run differ: {'; '.join(differences)}"
-        raise ValueError(f"{text}. Give all of them the same settings and images")
+    for name, (rank, each) in product(shared, enumerate(by_rank)):
+        if each[name] != by_rank[0][name]:
+            seen = f"{by_rank[0][name]} on rank 0 and {each[name]} on rank {rank}"
+            text = f"the ranks of this run differ: {name} is {seen}"
+            raise ValueError(f"{text}. Give all of them the same settings and images")
 
 
 def _load_given(config: PretrainConfig, key: str, **options: Any) -> Backbone:

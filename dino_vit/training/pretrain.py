@@ -150,10 +150,7 @@ def _prepare(state: TrainingState, inputs: Inputs) -> Iterator[str]:
     if inputs.checkpoint:
         state.restore(inputs.checkpoint)
     if inputs.feature_teacher:
-        yield (
-            f"the student imitates the features of {config.teacher.weights}, which has no head: settings of "
-            "the head, the temperatures and the centre have no effect"
-        )
+        yield f"the student imitates the features of {config.teacher.weights}, which has no head"
     if state.plan.steps_between_evaluations:
         yield from _prepare_evaluations(state, inputs)
 
