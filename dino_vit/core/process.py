@@ -91,8 +91,6 @@ def locked(folder: Path) -> Iterator[None]:
     if not is_rank_0():
         yield
         return
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file, where the folder of a run is needed; give another output")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ".lock"
     with open(path, "a+b", buffering=0) as file:
