@@ -155,21 +155,11 @@ class BackgroundWriter:
         """Copy the tensors and begin to write them; `finish` the checkpoint before this one first."""
         assert self._writing is None
         self.step, self.metadata = step, metadata
-        gpus: set[torch.device] = set()
         for name, tensor in tensors:
-            if tensor.is_cuda:
-                gpus.add(tensor.device)
             if name not in self._copy:
-                self._copy[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            self._copy[name].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-        # The next steps of a GPU come after its copies, for which the thread waits.
-        copies = [torch.cuda.current_stream(gpu).record_event() for gpu in gpus]
-        self._writing = self._thread.submit(self._write, copies, step, metadata)
-
-    def _write(self, copies: Iterable[torch.cuda.Event], step: int, metadata: Mapping[str, Any]) -> Path:
-        for copied in copies:
-            copied.synchronize()
-        return self.checkpoints.save(step, self._copy, metadata)
+                self._copy[name] = torch.empty_like(tensor, device="cpu")
+            self._copy[name].copy_(tensor.detach())
+        self._writing = self._thread.submit(self.checkpoints.save, step, self._copy, metadata)
 
     def finish(self, *, wait: bool) -> Path | None:
         """Return the path of a checkpoint that has come to the disk since the last call, or raise why not."""
