@@ -17,7 +17,6 @@ from dino_vit.core.distributed import (
     lost_process,
     rank,
     unanswered,
-    wait_for_all,
     world_size,
 )
 from dino_vit.features.frozen import FrozenBackbone
@@ -74,7 +73,6 @@ def _check_in_process(number, rendezvous, logits, alone):
         loss = torch.tensor(float("inf") if number else 1.0)
         assert not reduce_loss(loss, torch.tensor(1.0))[1]
         assert reduce_loss(torch.tensor(1.0 + number), torch.tensor(1.0)) == (1.5, True)
-        wait_for_all()
     finally:
         end_processes()
     open(rendezvous.removeprefix("file://").replace("rendezvous", f"done{number}"), "w").close()
