@@ -94,21 +94,15 @@ def read_weights(source: str | Path | Mapping[str, Any], network: str) -> RawWei
 
 def find_weights(source: str | Path) -> Path:
     """Return the file of weights, or the folder with checkpoints, that a path leads to; nothing is read."""
-    path, advice = Path(source), "give a weights file or a run folder"
-    if not path.suffix:
-        advice = f"train a network first (`dino-vit pretrain IMAGES {path}`), or give a weights file"
-    if path.is_dir():
-        files = [path / name for name in WEIGHT_FILES if (path / name).is_file()]
-        if Checkpoints(path).paths():
-            return path
-        if not files:
-            names = ", ".join(("checkpoints/step-*.safetensors", *WEIGHT_FILES))
-            raise WeightsError(f"{path} holds no weights, none of {names}; {advice}")
-        return files[0]
-    if not path.is_file():
-        wrong = "is not a file" if path.exists() else "does not exist"
-        raise WeightsError(f"{path} {wrong}{did_you_mean(str(path), f'; {advice}')}")
-    return path
+    path = Path(source)
+    if path.is_dir() and Checkpoints(path).paths():
+        return path
+    for file in (path, *(path / name for name in WEIGHT_FILES)):
+        if file.is_file():
+            return file
+    wrong = "holds no weights" if path.exists() else "does not exist"
+    advice = "; train a network first (`dino-vit pretrain IMAGES FOLDER`), or give a weights file"
+    raise WeightsError(f"{path} {wrong}{did_you_mean(str(path), advice)}")
 
 
 def check_weights(source: str) -> None:
@@ -132,8 +126,6 @@ def _read_path(path: Path) -> tuple[Path, Any, dict[str, Any]]:
     path = find_weights(path)
     if path.is_dir() and (checkpoint := Checkpoints(path).newest()):
         return checkpoint.path, checkpoint.tensors, _own_facts(checkpoint.path, checkpoint.metadata)
-    if path.suffix == ".onnx":
-        raise WeightsError(f"{path} is an ONNX graph, which has no weights to load; give the original")
     texts, where = dict[str, Any](), f"the metadata of {path}"
     if path.name == INDEX:
         content: Any = {
