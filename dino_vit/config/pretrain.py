@@ -170,8 +170,9 @@ def _check_model(config: PretrainConfig) -> Iterator[str]:
         yield f"model.arch={model.arch} names pretrained weights; give init.weights={model.arch}"
     elif not model.arch and not (model.width and model.depth):
         yield "give model.width and model.depth, or model.arch"
-    elif not model.arch:
-        yield from _check_heads(model)
+    elif not model.arch and not model.heads and (width := model.shape[0]) % sections.HEAD_CHANNELS:
+        channels = sections.HEAD_CHANNELS
+        yield f"model.width={width} is not a multiple of the {channels} channels of a head; give model.heads"
     patch = height_width(model.patch_size)
     if stem := sections.stem_problem(model.stem, patch, model.resnet_width, "model."):
         yield f"{stem}; use another patch size or stem" if "patch" in stem else stem
@@ -191,18 +192,6 @@ def needing_all_patches(config: PretrainConfig) -> list[str]:
         "teacher.weights": config.teacher.weights,
     }
     return [key for key, value in given.items() if value]
-
-
-def _check_heads(model: sections.Model) -> Iterator[str]:
-    width, _, heads = model.shape
-    if not model.heads and width % sections.HEAD_CHANNELS:
-        channels = sections.HEAD_CHANNELS
-        yield f"model.width={width} is not a multiple of the {channels} channels of a head; give model.heads"
-    elif width % heads:
-        yield f"model.width={width} is not divisible by model.heads={heads}; use other heads"
-    elif model.positions == "rotary" and width // heads % 4:
-        text = f"model.positions=rotary needs heads of 4, 8, ... channels, not of {width // heads}"
-        yield f"{text}; use other model.heads"
 
 
 def _check_views(config: PretrainConfig) -> Iterator[str]:

@@ -84,11 +84,6 @@ def test_a_method_is_a_set_of_defaults_that_anything_given_replaces(tmp_path: Pa
         (["model.arch=vit_tiny", "model.width=64"], "model.arch=vit_tiny and model.width=64 exclude"),
         (["model.width=64"], "give model.width and model.depth, or model.arch"),
         (["model.width=96", "model.depth=2"], "is not a multiple of the 64 channels of a head"),
-        (["model.width=64", "model.depth=2", "model.heads=5"], "use other heads"),
-        (
-            ["model.width=30", "model.depth=2", "model.heads=5", "model.positions=rotary"],
-            "needs heads of 4, 8, ... channels, not of 6",
-        ),
         (["views.global_size=[224, 100]"], "not divisible by model.patch_size=16; use 96 or 112, or another"),
         (["views.global_count=1", "views.local_count=0"], "DINO needs at least two views per image"),
         (["views.global_scale=[1, 0.4]"], "try [0.4, 1.0]"),
