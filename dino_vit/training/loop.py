@@ -52,7 +52,8 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
         clock.skip_evaluation()
     state.interval.start_timing()
     interruption.in_steps, first, vote = True, state.step, DelayedVote()
-    with contextlib.closing(state.loader.batches(state.step)) as batches, state.writer:
+    # At their end a checkpoint that is being written is on the disk, whatever else has failed.
+    with contextlib.closing(state.loader.batches(state.step)) as batches, state.writer.thread:
         while not state.is_done:
             take_step(state, batches)
             # All processes must leave the loop after the same step, or the others wait in a collective.
