@@ -34,20 +34,18 @@ def load(
 
     Other settings may take the place of the file: what was given in them counts.
     """
+    below, origin = dict[str, object](), str(base)
     if isinstance(base, Settings):
-        assert isinstance(overrides, Mapping)
-        return _build(cls, values(base, given=True), flat(overrides), "unchanged")
-    file = base
-    below = flat(read_yaml(file.read_bytes(), str(file))) if file else {}
-    if file and file.name == "config.yaml" and any(file.parent.glob("checkpoints/step-*.safetensors")):
-        below["output"] = str(file.parent)  # the settings of a run, which may have been moved
-    if isinstance(overrides, Mapping):
-        return _build(cls, below, flat(overrides), str(file))
-    above: _Layer = {}
-    for text in overrides:
+        below, origin = values(base, given=True), "unchanged"
+    elif base:
+        below = flat(read_yaml(base.read_bytes(), origin))
+        if base.name == "config.yaml" and any(base.parent.glob("checkpoints/step-*.safetensors")):
+            below["output"] = str(base.parent)  # the settings of a run, which may have been moved
+    above = flat(overrides) if isinstance(overrides, Mapping) else {}
+    for text in () if isinstance(overrides, Mapping) else overrides:
         layer = _read_override(cls, text)
         above = _without(above, layer) | layer
-    return _build(cls, below, above, str(file))
+    return _build(cls, below, above, origin)
 
 
 def _read_override(cls: type[Settings], text: str) -> _Layer:
