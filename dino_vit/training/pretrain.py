@@ -15,6 +15,7 @@ from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.distributed import SETUP_TIMEOUT, limit_waits
 from dino_vit.core.process import Interruption, locked
 from dino_vit.core.runtime import DTYPES, launched_for_fsdp, start_processes
+from dino_vit.core.text import shows_parts
 from dino_vit.data.remote import retrying
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.eval.sets import choose_splits, describe_use
@@ -63,7 +64,8 @@ def pretrain(
             if config.data.cache_gb and accelerator.is_main_process:
                 bound_caches(config.data.cache_gb, Path(config.data.cache or cache_folder() / SHARDS))
             with Reporter(state, on_metrics=on_metrics, on_checkpoint=on_checkpoint) as reporter:
-                finished = train(state, reporter, interruption)
+                with shows_parts(reporter.progress.refresh):
+                    finished = train(state, reporter, interruption)
                 accelerator.wait_for_everyone()
                 limit_waits(SETUP_TIMEOUT)  # of what comes next in this process
         if not finished:

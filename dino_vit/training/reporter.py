@@ -27,7 +27,6 @@ from dino_vit.core import log
 from dino_vit.core.runtime import device_name
 from dino_vit.core.storage import StorageError, write_bytes
 from dino_vit.core.text import plural, printable, public, public_values
-from dino_vit.data.image_set import evenly_spaced
 from dino_vit.reports.accuracies import describe_knn
 from dino_vit.reports.metrics import (
     BASELINE,
@@ -52,7 +51,6 @@ COLUMNS_HELP = (
 TITLES = {"colours": "colours alone", "largest_class": "always the largest class", "chance": "chance"}
 GUESSES = {name: TITLES.get(name, name) for name in (*BASELINES, *TITLES)}
 FEW_CHOICES = 3  # each gets a line at the start
-SAMPLE = 1000  # images that are looked at for some without a label
 
 
 class Reporter:
@@ -101,11 +99,9 @@ class Reporter:
         accelerator.init_trackers("logs", config=plain, init_kwargs=run_settings)
 
     def __enter__(self) -> Self:
-        self.progress.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.progress.__exit__(*error)
+    def __exit__(self, *_: object) -> None:
         for tracker in self.state.accelerator.trackers:
             tracker.finish()
 
@@ -187,24 +183,21 @@ class Reporter:
 
     def _next_commands(self, weights: Path) -> str:
         """Return the commands to look at a run with; those that fit any images, of these weights."""
-        data, source, folder = self.state.config.data, self.state.source, str(self.state.folder)
+        data, folder = self.state.config.data, str(self.state.folder)
         is_passed = any(map(is_object, data.sources))  # which no command line can name
         report = f"dino_vit.report({folder!r})" if is_passed else f"dino-vit report {shlex.quote(folder)}"
-        text = f"next: `{report}` draws curves, a map of the images and attention; "
+        text = f"next: `{report}` draws curves, a map of the images and attention"
         if len(data.sources) > 1 or is_passed:
-            return text.rstrip("; ")
+            return text
         images = f"{shlex.quote(public(data.sources[0]))} {shlex.quote(str(weights))}"
         if not self.state.evaluations.online.has_labels:
             return (
-                f"{text}`dino-vit label {images}` writes a page to label a few by; "
-                f"`dino-vit predict {images} labels=few.csv` labels the others by these, and says "
-                "whether the features are better than pixels and edges"
+                f"{text}; `dino-vit label {images}` writes a page to label a few by; "
+                f"`dino-vit predict {images} labels=few.csv` labels the others by these"
             )
         labels = f" labels={shlex.quote(public(data.labels))}" if data.labels else ""
         labels += " several=true" * data.several
-        if data.labels and (source.codes(evenly_spaced(len(source), SAMPLE)) < 0).any():
-            return f"{text}`dino-vit predict {images}{labels} output=rest.csv` labels the other images"
-        return f"{text}`dino-vit knn {images}{labels}` classifies each image by the others"
+        return f"{text}; `dino-vit knn {images}{labels}` classifies each image by the others"
 
 
 def start_record(state: TrainingState) -> Start:
