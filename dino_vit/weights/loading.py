@@ -29,7 +29,6 @@ from dino_vit.weights.backbones import (
     LoadedTimmBackbone,
     LoadedTransformer,
 )
-from dino_vit.weights.baselines import BaselineConfig
 from dino_vit.weights.formats.layouts import OURS, REFERENCE, TIMM, Layout, merge
 from dino_vit.weights.metadata import OtherArchitecture, WeightsError
 from dino_vit.weights.read_file import PROVENANCE_FACTS, RawWeights, check_finite, read_weights
@@ -98,7 +97,6 @@ def _load(
             if "timm_name" not in raw.facts:
                 raise
     if stated.get("name") in BASELINES:
-        _refuse_unknown(raw.source, BaselineConfig, overrides)
         return OURS, LoadedBaseline(**{**stated, **overrides}), []
     backbone, notes = _load_timm(raw, overrides)
     return TIMM if raw.architecture is None else OURS, backbone, notes
@@ -203,7 +201,7 @@ def _translate(raw: RawWeights, layout: Layout, asked: set[str]) -> tuple[dict[s
 
 def _load_timm(raw: RawWeights, overrides: Mapping[str, Any]) -> tuple[LoadedTimmBackbone, list[str]]:
     """Return a model of timm with its weights; other channels get kernels as timm makes them."""
-    _refuse_unknown(f"{raw.source} is a model of timm, which", TimmConfig, overrides)
+    _refuse_unknown(raw.source, overrides)
     facts, tensors = raw.facts, raw.tensors
     if changed := facts.get("model_args"):
         text = f"{raw.source}: config.json has model_args ({', '.join(changed)})"
@@ -238,14 +236,12 @@ def _load_timm(raw: RawWeights, overrides: Mapping[str, Any]) -> tuple[LoadedTim
     return model, notes
 
 
-def _refuse_unknown(what: str, record: type, overrides: Mapping[str, Any]) -> None:
-    """Refuse arguments that a backbone has not."""
-    arguments = [field.name for field in fields(record) if field.name != "name"]
-    if unknown := [name for name in overrides if name not in arguments]:
-        advice = f"its arguments are {', '.join(arguments)}"
-        if "mask_token" in unknown:
-            advice = "set loss.patch_weight=0"
-        raise WeightsError(f"{what} has no {unknown[0].replace('_', ' ')}; {advice}")
+def _refuse_unknown(source: str, overrides: Mapping[str, Any]) -> None:
+    """Refuse arguments that a model of timm has not."""
+    if unknown := overrides.keys() - {field.name for field in fields(TimmConfig)}:
+        names = ", ".join(sorted(unknown))
+        advice = "; set loss.patch_weight=0" if "mask_token" in unknown else ""
+        raise WeightsError(f"{source} is a model of timm, which has no {names}{advice}")
 
 
 def _check_size(stated: Mapping[str, Any], raw: RawWeights) -> None:
