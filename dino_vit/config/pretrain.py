@@ -202,12 +202,9 @@ def _check_views(config: PretrainConfig) -> Iterator[str]:
     sizes |= {"views.local_size": views.local_shape} if views.local_count else {}
     for key, size in sizes.items():
         # What sizes a model of timm takes is known once it is built.
-        odd = [] if config.model.timm else [side for side in size if side % patch]
-        if odd:
-            below = odd[0] // patch * patch
-            nearest = f"{below} or {below + patch}" if below else below + patch
+        if not config.model.timm and any(side % patch for side in size):
             text = f"{key}={get(config, key)} is not divisible by model.patch_size={patch}"
-            yield f"{text}; use {nearest}, or another patch size"
+            yield f"{text}; use a multiple of it, or another patch size"
     if views.global_count + views.local_count < 2:
         yield "DINO needs at least two views per image; set views.local_count or views.global_count=2"
     for key in ("views.global_scale", "views.local_scale", "augment.blur_sigma"):

@@ -165,9 +165,8 @@ def make_sharded(
 def compile_run(state: TrainingState) -> Iterator[str]:
     """Compile networks and losses as `compute.compile` says; yield a note on it."""
     wanted, auto = state.config.compute.compile, state.config.compute.compile == "auto"
-    if not choose_compile(wanted, state.device, state.plan.length):
-        return
-    if auto and not isinstance(state.student.backbone, VisionTransformer):
+    is_ours = isinstance(state.student.backbone, VisionTransformer)
+    if not choose_compile(wanted, state.device, state.plan.length) or (auto and not is_ours):
         return
     if auto and (missing := missing_for_compile()):
         yield f"blocks are not compiled (compute.compile=auto), which would make steps faster: {missing}"

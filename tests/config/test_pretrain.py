@@ -84,7 +84,7 @@ def test_a_method_is_a_set_of_defaults_that_anything_given_replaces(tmp_path: Pa
         (["model.arch=vit_tiny", "model.width=64"], "model.arch=vit_tiny and model.width=64 exclude"),
         (["model.width=64"], "give model.width and model.depth, or model.arch"),
         (["model.width=96", "model.depth=2"], "is not a multiple of the 64 channels of a head"),
-        (["views.global_size=[224, 100]"], "not divisible by model.patch_size=16; use 96 or 112, or another"),
+        (["views.global_size=[224, 100]"], "not divisible by model.patch_size=16; use a multiple of it"),
         (["views.global_count=1", "views.local_count=0"], "DINO needs at least two views per image"),
         (["views.global_scale=[1, 0.4]"], "try [0.4, 1.0]"),
         (["views.local_scale=[1e-6, 0.4]"], "must be greater than or equal to 0.001"),
