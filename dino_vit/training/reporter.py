@@ -27,6 +27,7 @@ from dino_vit.core import log
 from dino_vit.core.runtime import device_name
 from dino_vit.core.storage import StorageError, write_bytes
 from dino_vit.core.text import plural, printable, public, public_values
+from dino_vit.data.image_set import evenly_spaced
 from dino_vit.reports.accuracies import describe_knn
 from dino_vit.reports.metrics import (
     BASELINE,
@@ -51,6 +52,7 @@ COLUMNS_HELP = (
 TITLES = {"colours": "colours alone", "largest_class": "always the largest class", "chance": "chance"}
 GUESSES = {name: TITLES.get(name, name) for name in (*BASELINES, *TITLES)}
 FEW_CHOICES = 3  # each gets a line at the start
+SAMPLE = 1000  # images that are looked at for some without a label
 
 
 class Reporter:
@@ -183,7 +185,7 @@ class Reporter:
 
     def _next_commands(self, weights: Path) -> str:
         """Return the commands to look at a run with; those that fit any images, of these weights."""
-        data, folder = self.state.config.data, str(self.state.folder)
+        data, source, folder = self.state.config.data, self.state.source, str(self.state.folder)
         is_passed = any(map(is_object, data.sources))  # which no command line can name
         report = f"dino_vit.report({folder!r})" if is_passed else f"dino-vit report {shlex.quote(folder)}"
         text = f"next: `{report}` draws curves, a map of the images and attention"
@@ -197,6 +199,8 @@ class Reporter:
             )
         labels = f" labels={shlex.quote(public(data.labels))}" if data.labels else ""
         labels += " several=true" * data.several
+        if data.labels and (source.codes(evenly_spaced(len(source), SAMPLE)) < 0).any():
+            return f"{text}; `dino-vit predict {images}{labels} output=rest.csv` labels the other images"
         return f"{text}; `dino-vit knn {images}{labels}` classifies each image by the others"
 
 

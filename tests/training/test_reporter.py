@@ -114,7 +114,12 @@ def test_a_run_that_is_past_its_best_advises_the_best_checkpoint(tmp_path, monke
 
 
 @pytest.mark.parametrize(
-    ("labelled", "advised"), [(0, "label {}` writes a page to label a few by"), (20, "knn {}` classifies")]
+    ("labelled", "advised"),
+    [
+        (0, "label {}` writes a page to label a few by"),
+        (20, "knn {}` classifies"),
+        (16, "predict {} output=rest.csv` labels the other"),
+    ],
 )
 def test_the_next_command_has_the_labels_of_the_run(labelled, advised, tmp_path, capsys, caplog):
     caplog.set_level("INFO", "dino_vit")
