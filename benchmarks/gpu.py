@@ -44,7 +44,7 @@ from benchmarks.input import Photos
 from benchmarks.step import FIXED, TINY
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.core.device import wait_for_device
+from dino_vit.core.distributed import wait_for_device
 from dino_vit.core.runtime import device_name, start_processes
 from dino_vit.training.loop import take_step
 from dino_vit.training.networks import compile_networks

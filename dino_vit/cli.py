@@ -64,7 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             command = COMMANDS[args.command]
             config = config_from(args, command.config_class)
-            config.check_ready()
             # The function is imported after the config is validated: its imports may take seconds.
             run_command(command.run, config)
     return ending.code

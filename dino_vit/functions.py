@@ -16,13 +16,10 @@ is taken for weights.
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
+from collections.abc import Callable, Mapping
 from inspect import Parameter, Signature, cleandoc, signature
-from operator import or_
 from pathlib import Path
-from types import GenericAlias, UnionType
-from typing import Annotated, Any, TypedDict, Union, get_args, get_origin
+from typing import Any
 
 from dino_vit.commands import COMMANDS
 from dino_vit.config.loading import list_settings, load
@@ -33,7 +30,6 @@ from dino_vit.core.text import log_shown
 
 OBJECTS = "source", "train", "data.source"  # settings that take an object of the caller too
 MODULE = "augment.module"  # and this a module or a function
-FileName = str | os.PathLike[str]
 
 
 def function_of(name: str) -> Callable[..., Any]:
@@ -42,7 +38,7 @@ def function_of(name: str) -> Callable[..., Any]:
     cls, run = command.config_class, command.run
     hooks = list(signature(run).parameters.values())[1:]
     positional = {key.rpartition(".")[2]: key for key in cls.positional}
-    taken = _signature(name, cls, positional)
+    taken = _signature(cls, positional, hooks)
 
     def function(*args: object, config: object = None, verbose: bool = True, **keywords: object) -> object:
         from dino_vit.core.invocation import invoked  # imports torch
@@ -55,7 +51,11 @@ def function_of(name: str) -> Callable[..., Any]:
         ready: Any = _config(cls, config, _with_objects_named(settings))
         with log_shown(verbose), invoked() as invocation:
             invocation.result = result = run(ready, **called)
-        return _run_class()(ready.output) if name == "pretrain" else result
+        if name != "pretrain":
+            return result
+        from dino_vit.run_folder import RunFolder  # imports torch
+
+        return RunFolder(ready.output)
 
     function.__name__ = function.__qualname__ = name.replace("-", "_")
     function.__module__ = "dino_vit"
@@ -66,50 +66,18 @@ def function_of(name: str) -> Callable[..., Any]:
     return function
 
 
-def _signature(name: str, cls: type[Settings], positional: Mapping[str, str]) -> Signature:
-    """Return what the function of a command takes and returns."""
-    infos, run_signature = settings_of(cls), signature(COMMANDS[name].run, eval_str=True)
+def _signature(cls: type[Settings], positional: Mapping[str, str], hooks: list[Parameter]) -> Signature:
+    """Return what the function of a command takes; the types are in `__init__.pyi`."""
+    infos, parameters = settings_of(cls), list[Parameter]()
     keyword_only = {key: key for key in cls.model_fields if key not in positional}
-    parameters = []
     for title, key in {**positional, **keyword_only}.items():
         info: Any = infos.get(key)  # of a section there is none
         default = {} if info is None else Parameter.empty if info.required else info.default
         kind = Parameter.POSITIONAL_OR_KEYWORD if title in positional else Parameter.KEYWORD_ONLY
-        accepted = FileName | object if key in OBJECTS else _accepted(cls.model_fields[key].annotation)
-        parameters.append(Parameter(title, kind, default=default, annotation=accepted))
-    parameters += list(run_signature.parameters.values())[1:]
-    config: Any = FileName | cls | None
-    for title, accepted, default in (("config", config, None), ("verbose", bool, True)):
-        parameters.append(Parameter(title, Parameter.KEYWORD_ONLY, default=default, annotation=accepted))
-    returned = _run_class() if name == "pretrain" else run_signature.return_annotation
-    return Signature(parameters, return_annotation=returned)
-
-
-def _run_class() -> Any:
-    from dino_vit.run_folder import RunFolder  # imports torch
-
-    return RunFolder
-
-
-def _accepted(annotation: Any) -> Any:
-    """Return what a call may give for a setting of some type: paths for text, one value for a list of it."""
-    origin, inner = get_origin(annotation), get_args(annotation)
-    if annotation is str:
-        return FileName
-    if origin is Annotated:
-        return _accepted(inner[0])
-    if origin is tuple:
-        item = _accepted(inner[0])
-        several: Any = GenericAlias(Sequence, (item,))
-        return item | several if Ellipsis in inner else several
-    if origin in (Union, UnionType):
-        return reduce(or_, map(_accepted, inner))
-    if isinstance(annotation, type) and issubclass(annotation, Settings):
-        keys = {name: _accepted(field.annotation) for name, field in annotation.model_fields.items()}
-        section = TypedDict(f"_{annotation.__name__}", keys, total=False)  # type: ignore[misc]
-        section.__module__, section.__doc__ = "dino_vit", annotation.__doc__
-        return section
-    return annotation
+        parameters.append(Parameter(title, kind, default=default))
+    config = Parameter("config", Parameter.KEYWORD_ONLY, default=None)
+    verbose = Parameter("verbose", Parameter.KEYWORD_ONLY, default=True)
+    return Signature([*parameters, *hooks, config, verbose])
 
 
 def _config(cls: type[Settings], config: object, settings: Mapping[str, Any]) -> Settings:

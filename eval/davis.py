@@ -226,7 +226,7 @@ def run(config: DavisConfig) -> Written:
         for name in names:
             measured = follow(config, name, model).mean(0)
             videos[name] = [(100 * j, 100 * f) for j, f in measured.tolist()]
-            advance(1, name)
+            advance(1)
     objects = np.array([figures for video in videos.values() for figures in video])
     j, f = objects.mean(axis=0).tolist()
     path = folder / "davis.json"

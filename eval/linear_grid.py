@@ -28,8 +28,7 @@ from dino_vit.cli import run_program
 from dino_vit.config.commands import RESULTS, CachedConfig, JsonFile, SupervisedConfig
 from dino_vit.config.settings import Count, NonEmpty, Positive, setting
 from dino_vit.core import log
-from dino_vit.core.device import to_device
-from dino_vit.core.distributed import all_gather, rank_slice
+from dino_vit.core.distributed import all_gather, rank_slice, to_device
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import progress
 from dino_vit.eval.linear import Grid, conclude_best

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints, collect, restore
-from dino_vit.core.device import to_device
-from dino_vit.core.distributed import is_main_process, rank, world_size
+from dino_vit.core.distributed import is_main_process, rank, to_device, world_size
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.text import plural, progress
 from dino_vit.eval.results import to_jsonable
@@ -139,7 +138,7 @@ class EpochTraining(ABC):
                 total = torch.zeros((), device=self.loader.device)
                 for step, (images, targets) in enumerate(islice(batches, steps), epoch * steps):
                     total += self.take_step(images, targets, step)
-                    advance(1, f"epoch {epoch + 1}")
+                    advance(1)
                 loss = float(total) / steps
                 if not math.isfinite(loss):
                     advice = "lower the learning rate or use precision=no"

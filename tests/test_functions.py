@@ -49,7 +49,6 @@ def test_every_command_is_a_function_that_says_what_it_takes(name):
     assert taken == [key.rpartition(".")[2] for key in cls.positional]
     assert [one.name for one in parameters][-2:] == ["config", "verbose"]
     assert {one.name for one in parameters} >= cls.model_fields.keys() - set(cls.positional) - {"data"}
-    assert all(one.annotation is not one.empty for one in parameters)
     assert function.__doc__.startswith(cls.__doc__)
     assert all(f"{key}=" in function.__doc__ for key in settings_of(cls))
 
@@ -213,13 +212,9 @@ def test_settings_come_from_a_file_an_object_and_by_name(run, tmp_path):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: dino_vit.pretrain(epochs=3), ValueError, "did you mean budget={'epochs': 3}"),
-        (
-            lambda: dino_vit.pretrain(model="vit_small"),
-            ValueError,
-            "did you mean model={'arch': 'vit_small'}",
-        ),
-        (lambda: dino_vit.pretrain(budget={"minute": 1}), ValueError, "did you mean budget={'minutes': 1}"),
+        (lambda: dino_vit.pretrain(epochs=3), ValueError, r"did you mean budget\.epochs\?"),
+        (lambda: dino_vit.pretrain(model="vit_small"), ValueError, r"did you mean model\.arch\?"),
+        (lambda: dino_vit.pretrain(budget={"minute": 1}), ValueError, r"did you mean budget\.minutes\?"),
         (lambda: dino_vit.knn("photos", "a", "b"), TypeError, "too many positional arguments"),
         (lambda: dino_vit.knn("photos"), ValueError, "weights is missing: run folder, weights file, "),
         (lambda: dino_vit.knn(config=PretrainConfig()), TypeError, "must be a file or a KnnConfig"),

@@ -263,15 +263,9 @@ def _choose_learning_rate(draft: Draft, steps: int, batch: int) -> None:
     rate = PUBLISHED_LR * nearest_published_batch / 512 * sqrt(batch / nearest_published_batch)
     rate *= sqrt(max(1.0, PUBLISHED_WIDTH / width))
     rate = min(rate * max(1.0, PUBLISHED_STEPS / steps) ** (1 / 6), 5e-3)
-    factors = {
-        f" x {nearest_published_batch} / 512": nearest_published_batch > 512,
-        f" x sqrt({batch} / {nearest_published_batch})": batch != nearest_published_batch,
-        f" x sqrt({PUBLISHED_WIDTH} / {width})": width < PUBLISHED_WIDTH,
-        f" x ({PUBLISHED_STEPS:,} / {steps:,}) ^ 1/6": steps < PUBLISHED_STEPS,
-    }
     stated = "" if scaling == "none" else " (optim.lr is for 256)"
-    formula = "".join(factor for factor, counts in factors.items() if counts)
-    reason = f"{rate:.2g} at batch {batch}{stated}: 1e-3{formula}, at most 5e-3"
+    reason = f"{rate:.2g} at batch {batch}{stated}, width {width} and {steps:,} steps: 1e-3 at 512, 384 and "
+    reason += "125,000, more for larger batches, narrower networks and shorter runs, at most 5e-3"
     lr = rate / scaled_lr(1.0, batch, scaling)  # as optim.lr is stated for batch 256
     draft.choose("optim.lr", _round(lr), reason)
 

@@ -66,8 +66,7 @@ class TeacherFacts:
     pixels: Mapping[str, Any]  # how it reads images, by setting of `data`
     heads: Mapping[str, Any]  # settings of its heads that the student shares; none without heads
     has_patch_head: bool
-    has_patches: bool
-    patch: int
+    patch: int  # its side; 0: it has none
     image_size: Size
 
 
@@ -138,8 +137,13 @@ def refused_by_facts(config: PretrainConfig, facts: RunFacts, steps: int, batch:
         return
     per_epoch = count // batch
     yield from _check_scaled_lr(config.optim, batch)
-    if not (facts.checkpoint and config.budget.minutes):  # of which more may have been expected
-        yield from _check_phases(config, steps, per_epoch)
+    epochs, length = steps / per_epoch, plural(steps, "step")
+    # Where a run of some minutes resumes, more steps may have been expected.
+    for key in () if facts.checkpoint and config.budget.minutes else PHASES:
+        value = cast(float, get(config, key) or 0)
+        if 0 < round(in_steps(value, per_epoch)) >= steps:
+            text = f"{key}={value:g} is not shorter than the run ({epochs:.3g} epochs, {length})"
+            yield f"{text}; set {key}={fitting_phase(key, epochs)}, or a larger budget"
 
 
 def _check_scaled_lr(optim: Optim, global_batch: int) -> Iterator[str]:
@@ -152,14 +156,3 @@ def _check_scaled_lr(optim: Optim, global_batch: int) -> Iterator[str]:
     if optim.min_lr > lr:
         text = f"optim.min_lr={optim.min_lr:g} is above the peak of {lr:.3g} at a global batch of"
         yield f"{text} {global_batch}; lower it"
-
-
-def _check_phases(config: PretrainConfig, steps: int, per_epoch: int) -> Iterator[str]:
-    """Refuse phases at the start of a run that are as long as the run."""
-    epochs, unit = steps / per_epoch, f"budget.{config.budget.unit}"
-    for key in PHASES:
-        value = cast(float, get(config, key) or 0)
-        if 0 < (length := round(in_steps(value, per_epoch))) >= steps:
-            equal = f", both of {plural(length, 'step')}" if value < epochs else ""
-            text = f"{key}={value:g} is not shorter than the run ({epochs:.3g} epochs{equal})"
-            yield f"{text}; set {key}={fitting_phase(key, epochs)}, or a larger {unit}"

@@ -76,7 +76,7 @@ def choose_by_teacher(draft: Draft, teacher: TeacherFacts) -> None:
         might_change = is_auto and draft.is_open(key)
         if value != draft[key] or might_change:
             draft.override(key, value, "as the teacher of teacher.weights has")
-    if is_auto and teacher.has_patches:  # up to 224 pixels, in patches of its size
+    if is_auto and teacher.patch:  # up to 224 pixels, in patches of its size
         side = max(min(224, *teacher.image_size) // teacher.patch, 2) * teacher.patch
         draft.choose("views.global_size", side, "as teacher.weights have")
         if not draft.config.model.timm:

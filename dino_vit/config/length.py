@@ -144,7 +144,9 @@ def _head_seconds(config: PretrainConfig, speed: Speed, patches: int) -> float:
     trained = config.views.global_count + config.views.local_count + masked
     flops = 2 * _head_parameters(config) * (3 * trained + config.views.global_count + masked)
     logits = trained * config.head.prototypes
-    return flops * _flop_seconds(_model(config), speed) + logits * LOGIT_BYTES * speed.byte
+    width = _model(config).shape[0]
+    flop = _at_width(width, speed).token / (24 * width**2)  # as in products of the size of a block's
+    return flops * flop + logits * LOGIT_BYTES * speed.byte
 
 
 def _head_parameters(config: PretrainConfig) -> int:
@@ -170,12 +172,6 @@ def _block_seconds(
     times = _at_width(model.shape[0], speed)
     token, pair = (times.trained, times.trained_pair) if are_trained else (times.token, times.pair)
     return sum(count * tokens * (token + tokens * pair) for count, tokens in sequences)
-
-
-def _flop_seconds(model: Model, speed: Speed) -> float:
-    """Return what an operation takes in products of the size of a block's."""
-    width = model.shape[0]
-    return _at_width(width, speed).token / (24 * width**2)
 
 
 def _at_width(width: int, speed: Speed) -> BlockTimes:

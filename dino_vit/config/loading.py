@@ -34,20 +34,18 @@ def load(
 
     Other settings may take the place of the file: what was given in them counts.
     """
+    below, origin = dict[str, object](), str(base)
     if isinstance(base, Settings):
-        assert isinstance(overrides, Mapping)
-        return _build(cls, values(base, given=True), flat(overrides), "unchanged", python=True)
-    file = base
-    below = flat(read_yaml(file.read_bytes(), str(file))) if file else {}
-    if file and file.name == "config.yaml" and any(file.parent.glob("checkpoints/step-*.safetensors")):
-        below["output"] = str(file.parent)  # the settings of a run, which may have been moved
-    if isinstance(overrides, Mapping):
-        return _build(cls, below, flat(overrides), str(file), python=True)
-    above: _Layer = {}
-    for text in overrides:
+        below, origin = values(base, given=True), "unchanged"
+    elif base:
+        below = flat(read_yaml(base.read_bytes(), origin))
+        if base.name == "config.yaml" and any(base.parent.glob("checkpoints/step-*.safetensors")):
+            below["output"] = str(base.parent)  # the settings of a run, which may have been moved
+    above = flat(overrides) if isinstance(overrides, Mapping) else {}
+    for text in () if isinstance(overrides, Mapping) else overrides:
         layer = _read_override(cls, text)
         above = _without(above, layer) | layer
-    return _build(cls, below, above, str(file))
+    return _build(cls, below, above, origin)
 
 
 def _read_override(cls: type[Settings], text: str) -> _Layer:
@@ -58,7 +56,10 @@ def _read_override(cls: type[Settings], text: str) -> _Layer:
     info = settings_of(cls).get(key)
     if info and info.takes_text and value != "null":
         return {key: value}
-    return flat({key: _parse_yaml(value, brief(text))})
+    try:
+        return flat({key: _parse_yaml(value, brief(text))})
+    except ValueError as error:  # the shell splits at spaces
+        raise ValueError(f"{error}; quote a list or text with spaces: '{key}=...'") from None
 
 
 def _without(layer: _Layer, keys: Iterable[str]) -> _Layer:
@@ -70,7 +71,7 @@ def _without(layer: _Layer, keys: Iterable[str]) -> _Layer:
     }
 
 
-def _build(cls: type[C], below: _Layer, above: _Layer, file: str, *, python: bool = False) -> C:
+def _build(cls: type[C], below: _Layer, above: _Layer, file: str) -> C:
     """Lay `above` over `below`, in which it replaces the groups that it excludes too, and validate."""
     infos = settings_of(cls)
     layer = _without(below, [*above, *_rivals(cls, above)]) | above
@@ -80,7 +81,7 @@ def _build(cls: type[C], below: _Layer, above: _Layer, file: str, *, python: boo
     for key, value in layer.items():
         # A section without settings is no mistake.
         if key not in infos and (key not in sections(cls) or value not in (None, {})):
-            hint = f"{origins.get(key, '')}; {_hint(cls, key, value, python and key in above)}"
+            hint = f"{origins.get(key, '')}; {_hint(cls, key, value)}"
             unknown.setdefault(hint, []).append(brief(key))
     problems = [
         f"{', '.join(keys)} {'is not a setting' if len(keys) == 1 else 'are not settings'}{hint}"
@@ -101,8 +102,8 @@ def _rivals(cls: type[Settings], layer: _Layer) -> set[str]:
     return {rival for key in layer if key in infos and layer[key] is not None for rival in infos[key].rivals}
 
 
-def _hint(cls: type[Settings], key: str, value: object, python: bool) -> str:
-    """Return what to write instead of an unknown key, in Python or on the command line and in files."""
+def _hint(cls: type[Settings], key: str, value: object) -> str:
+    """Return what to write instead of an unknown key."""
     section = key.partition(".")[0]
     inside = {name: info for name, info in settings_of(cls).items() if name.startswith(f"{section}.")}
     if key in sections(cls):  # as model=vit_small
@@ -110,16 +111,10 @@ def _hint(cls: type[Settings], key: str, value: object, python: bool) -> str:
     else:
         guesses = nearest(key, cls)
     if guesses:
-        return f"did you mean {' or '.join(_written(guess, value, python) for guess in guesses)}?"
+        return f"did you mean {' or '.join(guesses)}?"
     if inside:
         return f"the section {section} has {', '.join(inside)}"
     return f"the settings are {', '.join(cls.model_fields)}"
-
-
-def _written(key: str, value: object, python: bool) -> str:
-    """Return how a setting is written: a section is a dictionary in Python."""
-    section, _, name = key.rpartition(".")
-    return f"{section}={{{name!r}: {brief(repr(value))}}}" if python and section else key
 
 
 def nearest(typed: str, cls: type[Settings]) -> list[str]:
@@ -150,9 +145,7 @@ def _explained(
             continue
         text = " or ".join(dict.fromkeys(messages))
         if info.choices:
-            similar = get_close_matches(str(layer[key]), info.choices, n=1)
             text = f"must be {'one of ' * (len(info.choices) > 1)}{', '.join(info.choices)}"
-            text = f"did you mean {similar[0]}? It {text}" if similar else text
         elif "null:" in info.meaning:
             text = f"{text} ({info.meaning})"
         yield f"{key} = {brief(write_yaml(layer[key]))}{origins.get(key, '')}: {text}"
@@ -208,7 +201,6 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None 
 
 def config_from(args: argparse.Namespace, cls: type[C]) -> C:
     """Return the config for parsed arguments."""
-    _check_split([*args.options, *args.settings])
     unset, named, listed = list(cls.positional), list[str](), list[str]()
     for text in args.settings:
         key, equals, _ = text.partition("=")
@@ -228,16 +220,6 @@ def config_from(args: argparse.Namespace, cls: type[C]) -> C:
     if both := sorted(by_name & by_option):  # argparse does not tell which came last
         raise ValueError(f"{both[0]} is given twice, as {both[0]}=... and as --{both[0]}; give it once")
     return load(cls, args.config, [*named, *args.options])
-
-
-def _check_split(texts: Sequence[str]) -> None:
-    """Raise if a list or a section was given without quotes, so that the shell split it at its spaces."""
-    for text in texts:
-        value = text.partition("=")[2]
-        closing = {"[": "]", "{": "}"}.get(value[:1])
-        if closing and value.count(value[0]) > value.count(closing):
-            whole = f"'{text} ...{closing}'"
-            raise ValueError(f"{brief(text)} has no {closing}: the shell splits at spaces; quote it: {whole}")
 
 
 class _Loader(yaml.SafeLoader):

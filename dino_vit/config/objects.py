@@ -1,20 +1,19 @@
 """Objects that a program passes to a function in the place of a setting's text."""
 
-from weakref import WeakValueDictionary
+from collections.abc import Callable
+from weakref import ref
 
-# Of objects that the program still holds: they may be large.
-_passed = WeakValueDictionary[str, object]()
-_kept: dict[str, object] = {}  # those that cannot be referred to weakly, such as lists
+# Each returns an object, if the program still holds it: it may be large.
+_passed: dict[str, Callable[[], object]] = {}
 
 
 def pass_object(value: object, name: str) -> str:
     """Return the text by which `find` returns an object in this process; the same name replaces the last."""
     spec = f"object:{name}"
-    _kept.pop(spec, None)
     try:
-        _passed[spec] = value
-    except TypeError:
-        _kept[spec] = value
+        _passed[spec] = ref(value)
+    except TypeError:  # of lists and others there are no weak references
+        _passed[spec] = lambda: value
     return spec
 
 
@@ -30,7 +29,7 @@ def is_object(spec: str) -> bool:
 
 def find(spec: str) -> object:
     """Return the object of a name."""
-    if (value := _kept.get(spec, _passed.get(spec))) is None:
+    if (value := _passed.get(spec, lambda: None)()) is None:
         text = f"{spec} is an object of a Python program, and not known here"
         raise ValueError(f"{text}: run that program, or pass the object to the function in Python")
     return value

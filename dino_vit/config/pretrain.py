@@ -111,9 +111,6 @@ class PretrainConfig(Settings):
         """Whether the student has a mask token; that of a frozen teacher sees all patches."""
         return bool(self.loss.patch_weight) and self.teacher.weights is None
 
-    def check_ready(self) -> None:
-        _ = self.data.images  # raises where there are none
-
     def contradictions(self) -> Iterator[str]:
         """Yield refused combinations; with recipe=auto `complete` does most, once all settings are chosen."""
         yield from _check_groups(self) if self.recipe == "auto" else refused(self)
@@ -173,8 +170,9 @@ def _check_model(config: PretrainConfig) -> Iterator[str]:
         yield f"model.arch={model.arch} names pretrained weights; give init.weights={model.arch}"
     elif not model.arch and not (model.width and model.depth):
         yield "give model.width and model.depth, or model.arch"
-    elif not model.arch:
-        yield from _check_heads(model)
+    elif not model.arch and not model.heads and (width := model.shape[0]) % sections.HEAD_CHANNELS:
+        channels = sections.HEAD_CHANNELS
+        yield f"model.width={width} is not a multiple of the {channels} channels of a head; give model.heads"
     patch = height_width(model.patch_size)
     if stem := sections.stem_problem(model.stem, patch, model.resnet_width, "model."):
         yield f"{stem}; use another patch size or stem" if "patch" in stem else stem
@@ -196,18 +194,6 @@ def needing_all_patches(config: PretrainConfig) -> list[str]:
     return [key for key, value in given.items() if value]
 
 
-def _check_heads(model: sections.Model) -> Iterator[str]:
-    width, _, heads = model.shape
-    if not model.heads and width % sections.HEAD_CHANNELS:
-        channels = sections.HEAD_CHANNELS
-        yield f"model.width={width} is not a multiple of the {channels} channels of a head; give model.heads"
-    elif width % heads:
-        yield f"model.width={width} is not divisible by model.heads={heads}; use other heads"
-    elif model.positions == "rotary" and width // heads % 4:
-        text = f"model.positions=rotary needs heads of 4, 8, ... channels, not of {width // heads}"
-        yield f"{text}; use other model.heads"
-
-
 def _check_views(config: PretrainConfig) -> Iterator[str]:
     """Check sizes, counts and ranges of the views."""
     views, patch = config.views, config.model.patch_size
@@ -216,12 +202,9 @@ def _check_views(config: PretrainConfig) -> Iterator[str]:
     sizes |= {"views.local_size": views.local_shape} if views.local_count else {}
     for key, size in sizes.items():
         # What sizes a model of timm takes is known once it is built.
-        odd = [] if config.model.timm else [side for side in size if side % patch]
-        if odd:
-            below = odd[0] // patch * patch
-            nearest = f"{below} or {below + patch}" if below else below + patch
+        if not config.model.timm and any(side % patch for side in size):
             text = f"{key}={get(config, key)} is not divisible by model.patch_size={patch}"
-            yield f"{text}; use {nearest}, or another patch size"
+            yield f"{text}; use a multiple of it, or another patch size"
     if views.global_count + views.local_count < 2:
         yield "DINO needs at least two views per image; set views.local_count or views.global_count=2"
     for key in ("views.global_scale", "views.local_scale", "augment.blur_sigma"):

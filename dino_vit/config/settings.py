@@ -90,9 +90,6 @@ class Settings(BaseModel):
         """The dotted keys that the user gave, as opposed to defaults."""
         return frozenset(values(self, given=True))
 
-    def check_ready(self) -> None:
-        """Raise if a command cannot start with these settings, which may still be completed by others."""
-
     def contradictions(self) -> Iterator[str]:
         """Yield what is wrong with settings that are valid one by one; `load` calls it."""
         yield from ()

@@ -22,12 +22,8 @@ _PARTIAL = re.compile(rf"\.(?:{_INDEX}|{_FEATURES})\..*partial|\d+-[0-9a-f]{{24}
 def cache_folder() -> Path:
     """Return the folder of indexes and other files that can be made again."""
     given = os.environ.get("DINO_VIT_CACHE")
-    path = Path(given or os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    try:
-        return path.expanduser() / ("" if given else "dino-vit")
-    except RuntimeError as error:  # as of a user in a container
-        text = f"{path} is in a home folder that does not exist"
-        raise ValueError(f"{text}; give another by the variable DINO_VIT_CACHE") from error
+    path = Path(given or os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return path if given else path / "dino-vit"
 
 
 def note_use(path: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,11 +45,6 @@ class Checkpoint:
     @property
     def step(self) -> int:
         return int(self.metadata["step"])
-
-    def outline(self) -> "Checkpoint":
-        """Return it with tensors that have no values: what rank 0 tells the others."""
-        tensors = {name: tensor.to("meta") for name, tensor in self.tensors.items()}
-        return replace(self, tensors=tensors)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -101,15 +96,16 @@ class Checkpoints:
         return None
 
     def newest_of_rank_0(self) -> Checkpoint | None:
-        """Return the newest checkpoint as `newest` does; in other processes than rank 0 its outline.
+        """Return the newest checkpoint as `newest` does; in other processes than rank 0 without values.
 
-        `restore` gives them the values, so that one process reads and checks them.
+        `restore` gives them these, so that one process reads and checks them.
         """
         read = list[Checkpoint | None]()
 
         def outline() -> Checkpoint | None:
-            read.append(self.newest())
-            return read[0] and read[0].outline()
+            read.append(newest := self.newest())
+            shapes = {name: tensor.to("meta") for name, tensor in newest.tensors.items()} if newest else {}
+            return newest and replace(newest, tensors=shapes)
 
         with in_all_processes():
             outlined = from_rank_0(outline)
@@ -140,36 +136,19 @@ class BackgroundWriter:
         # Of the checkpoint that was begun last.
         self.step = 0
         self.metadata: Mapping[str, Any] = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[Path] | None = None
         self._copy: dict[str, Tensor] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Wait until a checkpoint that is being written is on the disk, whatever else has failed."""
-        self._thread.shutdown()
 
     def begin(self, step: int, tensors: Iterable[tuple[str, Tensor]], metadata: Mapping[str, Any]) -> None:
         """Copy the tensors and begin to write them; `finish` the checkpoint before this one first."""
         assert self._writing is None
         self.step, self.metadata = step, metadata
-        gpus: set[torch.device] = set()
         for name, tensor in tensors:
-            if tensor.is_cuda:
-                gpus.add(tensor.device)
             if name not in self._copy:
-                self._copy[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            self._copy[name].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-        # The next steps of a GPU come after its copies, for which the thread waits.
-        copies = [torch.cuda.current_stream(gpu).record_event() for gpu in gpus]
-        self._writing = self._thread.submit(self._write, copies, step, metadata)
-
-    def _write(self, copies: Iterable[torch.cuda.Event], step: int, metadata: Mapping[str, Any]) -> Path:
-        for copied in copies:
-            copied.synchronize()
-        return self.checkpoints.save(step, self._copy, metadata)
+                self._copy[name] = torch.empty_like(tensor, device="cpu")
+            self._copy[name].copy_(tensor.detach())
+        self._writing = self.thread.submit(self.checkpoints.save, step, self._copy, metadata)
 
     def finish(self, *, wait: bool) -> Path | None:
         """Return the path of a checkpoint that has come to the disk since the last call, or raise why not."""

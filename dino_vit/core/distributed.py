@@ -135,6 +135,20 @@ def _gathered(what: str, work: Callable[[], T]) -> list[T]:
     return [result for _, result, _ in outcomes]
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host to a device; the host does not wait."""
+    # CUDA copies in the background only from pinned memory.
+    if device.type == "cuda" and tensor.is_cpu:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Wait until an accelerator has done its work."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
 def rank_slice(items: Items) -> Items:
     """Return this rank's contiguous part of some items; `all_gather` restores their order."""
     first, last = (len(items) * part // world_size() for part in (rank(), rank() + 1))
@@ -192,7 +206,10 @@ def all_gather(tensor: Tensor) -> Tensor:
 
 def any_process(flag: bool) -> bool:
     """Return whether the flag is set in any process, without a device synchronisation."""
-    return bool(_largest(torch.tensor([int(flag)])).item())
+    flags = torch.tensor([int(flag)])
+    if world_size() > 1:
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=_hosts())
+    return bool(flags.item())
 
 
 class DelayedVote:
@@ -232,24 +249,6 @@ def broadcast_int(number: int) -> int:
     shared = torch.tensor([number])
     dist.broadcast(shared, src=0, group=_hosts())
     return int(shared.item())
-
-
-def all_equal(number: int) -> bool:
-    """Tell whether all processes pass the same number, without waiting for an accelerator."""
-    # The maxima of the numbers and of their negatives add up to 0 if all numbers are equal.
-    return bool(_largest(torch.tensor([number, -number])).sum() == 0)
-
-
-def _largest(numbers: Tensor) -> Tensor:
-    """Return the element-wise maximum over all processes of a tensor on the CPU."""
-    if world_size() > 1:
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=_hosts())
-    return numbers
-
-
-def wait_for_all() -> None:
-    """Block until all processes have made this call."""
-    any_process(False)
 
 
 def apply_fsdp(

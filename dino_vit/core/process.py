@@ -91,9 +91,6 @@ def locked(folder: Path) -> Iterator[None]:
     if not is_rank_0():
         yield
         return
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file, where the folder of a run is needed; give another output")
-    created = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ".lock"
     with open(path, "a+b", buffering=0) as file:
@@ -108,14 +105,7 @@ def locked(folder: Path) -> Iterator[None]:
         with suppress(OSError):  # a full disk is no reason to stop: the text is for people
             file.truncate(0)
             file.write(f"{os.getpid()} on {socket.gethostname()}".encode())
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                if created and os.listdir(folder) == [path.name]:  # nothing was written
-                    path.unlink()
-                    for each in created:
-                        each.rmdir()
+        yield
 
 
 def is_foreseen(error: BaseException) -> bool:

@@ -44,11 +44,6 @@ def start_processes(*, trackers: tuple[str, ...] = (), folder: Path = Path()) ->
             InitProcessGroupKwargs(timeout=SETUP_TIMEOUT),
         ],
     )
-    if accelerator.num_processes < launched:
-        raise ValueError(
-            f"{launched} processes were launched, but each runs alone on {accelerator.device.type}; "
-            "launch one, or hide the device (ACCELERATE_USE_CPU=1)"
-        )
     if not accelerator.is_main_process:
         log.setLevel(logging.ERROR)  # log on rank 0 only
     return accelerator

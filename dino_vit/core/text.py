@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from difflib import get_close_matches
 from html import escape
-from itertools import islice
+from pathlib import Path
 from typing import Any, TextIO, cast
 
 from rich import markup
@@ -98,21 +98,13 @@ def brief(text: object, length: int = 60) -> str:
 
 def did_you_mean(path: str, otherwise: str = "") -> str:
     """Return a question about a path that exists and is nearly the given one, as the end of a message."""
-    if "://" in path:
-        return otherwise
-    head, name, below = path.rstrip("/"), "", ""
-    while head and not os.path.isdir(head):
-        below = os.path.join(name, below) if name else below
-        head, name = os.path.split(head)
-    try:
-        with os.scandir(head or os.curdir) as entries:
-            siblings = {entry.name.lower(): entry.name for entry in islice(entries, _SIBLINGS)}
-    except OSError:
-        return otherwise
-    for similar in get_close_matches(name.lower(), siblings):
-        candidate = os.path.join(head, siblings[similar], below).rstrip("/")
-        if os.path.exists(candidate):
-            return f"; did you mean {printable(candidate)}?"
+    given = Path(path)
+    with suppress(OSError, StopIteration):
+        missing = next(part for part in (*reversed(given.parents), given) if not part.exists())
+        for similar in get_close_matches(missing.name, os.listdir(missing.parent)[:_SIBLINGS]):
+            meant = missing.with_name(similar) / given.relative_to(missing)
+            if meant.exists():
+                return f"; did you mean {printable(meant)}?"
     return otherwise
 
 
@@ -184,29 +176,22 @@ def unfailing(stream: TextIO) -> TextIO:
     return cast(TextIO, Unfailing(stream))
 
 
-def live_console(stream: TextIO) -> Console | None:
-    """Return the console of a terminal that can redraw."""
-    console = Console(file=unfailing(stream))
-    # Ask the stream, as FORCE_COLOR makes rich take a log file for a terminal.
-    return console if stream.isatty() and not console.is_dumb_terminal else None
-
-
 class Advance:
     """Count finished items, and show them when it is time."""
 
     def __init__(self, title: str, total: int | None, outer: Callable[[str], None] | None = None) -> None:
         self.outer = outer  # shows the work of which this is a part
-        self.title, self.total, self.done, self.note = printable(public_text(title)), total, 0, ""
+        self.title, self.total, self.done = printable(public_text(title)), total, 0
         self.start = self.shown = time.monotonic()
-        # Only rank 0 logs at this level.
-        console = live_console(sys.stderr) if log.isEnabledFor(logging.INFO) else None
-        self.bar = Progress(console=console, transient=True, auto_refresh=False, disable=not console)
+        # Only rank 0 logs at this level. FORCE_COLOR makes rich take a log file for a terminal.
+        console = Console(file=unfailing(sys.stderr))
+        is_live = log.isEnabledFor(logging.INFO) and sys.stderr.isatty() and not console.is_dumb_terminal
+        self.bar = Progress(console=console, transient=True, auto_refresh=False, disable=not is_live)
         self.task = self.bar.add_task(markup.escape(self.title), total=total)
 
-    def __call__(self, count: int, note: str = "") -> None:
-        """Count more items, with a note on them."""
+    def __call__(self, count: int) -> None:
+        """Count more items."""
         self.done += count
-        self.note = note
         self.show()
 
     def show(self, part: str = "") -> None:
@@ -228,11 +213,10 @@ class Advance:
             log.info("%s", self.line(part))
 
     def line(self, part: str = "") -> str:
-        """Return the count, the rate and the note, and in brackets the line of a part of the work."""
+        """Return the count and the rate, and in brackets the line of a part of the work."""
         total = f" of {self.total:,}" if self.total and self.done != self.total else ""
         rate = self.done / max(time.monotonic() - self.start, 1e-9)
-        note = f", {self.note}" if self.note else ""
-        text = f"{self.title}: {self.done:,}{total}, {rate:{',.0f' if rate >= 10 else '.2g'}}/s{note}"
+        text = f"{self.title}: {self.done:,}{total}, {rate:{',.0f' if rate >= 10 else '.2g'}}/s"
         return f"{text} ({part})" if part else text
 
 

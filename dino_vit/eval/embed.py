@@ -20,7 +20,7 @@ from pyarrow import parquet
 from dino_vit import __version__
 from dino_vit.config.commands import EmbedConfig
 from dino_vit.config.outputs import check_outputs
-from dino_vit.core.distributed import is_main_process, wait_for_all
+from dino_vit.core.distributed import any_process, is_main_process
 from dino_vit.core.storage import OWN_KEY, replacing
 from dino_vit.core.text import Result, public
 from dino_vit.data.image_set import ImageSet
@@ -101,7 +101,7 @@ def run(config: EmbedConfig) -> ImageEmbeddings:
     )
     if output and is_main_process():
         write_embeddings(output, embeddings)
-    wait_for_all()  # the file is complete for all of them
+    any_process(False)  # waits for all: the file is complete for all of them
     return embeddings
 
 

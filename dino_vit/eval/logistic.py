@@ -71,7 +71,7 @@ def train_logistic(
             weight, bias = scaled[0].detach() * unit, scaled[1].detach()
             weights.append(weight)
             biases.append(bias - weight @ mean)
-            advance(1, f"C = {c:.1e}")
+            advance(1)
     return LinearHeads(torch.stack(weights), torch.stack(biases))
 
 

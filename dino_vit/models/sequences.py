@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dino_vit.core.device import to_device
+from dino_vit.core.distributed import to_device
 from dino_vit.models.positions import Rotation
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from hashlib import sha256
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import flat, get, values
 from dino_vit.core import height_width
 from dino_vit.core.checkpoint import Checkpoint
-from dino_vit.core.distributed import all_equal, from_rank_0, in_all_processes, share_work, world_size
+from dino_vit.core.distributed import agree, from_rank_0, in_all_processes, share_work, world_size
 from dino_vit.core.runtime import choose_precision
 from dino_vit.data.image_set import ImageSet, evenly_spaced
 from dino_vit.data.statistics import (
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from dino_vit.training.frozen_networks import FrozenTeacher
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Inputs:
     """What a run reads, opened once."""
 
@@ -68,41 +68,33 @@ class Inputs:
 
 def open_inputs(config: PretrainConfig, checkpoint: Checkpoint | None) -> Inputs:
     """Open what a run depends on beside its settings; all ranks must have been given the same."""
-    given = {key: write_yaml(value) for key, value in values(config, given=True).items()}
-    check_alike({key: value for key, value in given.items() if key not in HOST_SETTINGS})
+    given = {key: write_yaml(value) for key, value in values(config).items() if key not in HOST_SETTINGS}
+    check_alike(given)
     source = open_images(config)
     indices = evenly_spaced(len(source), INSPECTED_IMAGES)
     summary = _from_rank_0(lambda: inspect_images(source, indices, max_pixels=config.data.max_pixels))
-    trained, weights, frozen_teacher, gram_teacher = None, None, None, None
+    inputs = Inputs(source=source, summary=summary, checkpoint=checkpoint)
     if config.teacher.weights:
         from dino_vit.training.frozen_networks import open_teacher
 
-        frozen_teacher = open_teacher(_load_given(config, "teacher.weights"))
+        inputs.frozen_teacher = open_teacher(_load_given(config, "teacher.weights"))
     if config.gram:
-        gram_teacher = _load_given(config, "gram.weights")
+        inputs.gram_teacher = _load_given(config, "gram.weights")
     if config.init and checkpoint:  # the file that the run started from may be gone
         saved = checkpoint.metadata["architecture"].items()
         architecture = {key: tuple(value) if isinstance(value, list) else value for key, value in saved}
-        weights = WeightsFacts(architecture=architecture, is_read=False)
+        inputs.weights = WeightsFacts(architecture=architecture, is_read=False)
     elif config.init:
-        trained = _load_trained(config, frozen_teacher and frozen_teacher.backbone)
-        origin = trained.provenance
-        weights = WeightsFacts(
+        trained = _load_trained(config, inputs.frozen_teacher and inputs.frozen_teacher.backbone)
+        origin, inputs.trained = trained.provenance, trained
+        inputs.weights = WeightsFacts(
             architecture=trained.architecture,
             settings=flat(origin.config),
             mean=origin.mean,
             std=origin.std,
             range=origin.range,
         )
-    return Inputs(
-        source=source,
-        summary=summary,
-        checkpoint=checkpoint,
-        trained=trained,
-        weights=weights,
-        frozen_teacher=frozen_teacher,
-        gram_teacher=gram_teacher,
-    )
+    return inputs
 
 
 def inspect(config: PretrainConfig, inputs: Inputs, device: torch.device) -> RunFacts:
@@ -174,7 +166,6 @@ def _teacher_facts(teacher: "FrozenTeacher") -> TeacherFacts:
         pixels={f"data.{name}": value for name, value in read.items()},
         heads=heads,
         has_patch_head=config is not None and config.loss.patch_weight > 0,
-        has_patches=teacher.backbone.has_patches,
         patch=max(height_width(teacher.backbone.patch_size)) if teacher.backbone.has_patches else 0,
         image_size=teacher.backbone.image_size,
     )
@@ -187,22 +178,14 @@ def _from_rank_0(work: Any) -> Any:
 
 
 def check_alike(shared: Mapping[str, str]) -> None:
-    """Check that all ranks have the same values."""
-    number = int(sha256(repr(sorted(shared.items())).encode()).hexdigest()[:12], 16)
-    if world_size() == 1 or all_equal(number):
-        return
+    """Check that all ranks have the same values, of the same names."""
     with in_all_processes():
         by_rank: list[Mapping[str, str]] = share_work(lambda _: [shared], range(world_size()))
-    differences = []
-    for name in sorted({name for each in by_rank for name in each}):
-        ranks: dict[str, int] = {}  # the first rank with each value
-        for rank, each in enumerate(by_rank):
-            ranks.setdefault(each.get(name, "nothing"), rank)
-        if len(ranks) > 1:
-            seen = " and ".join(f"{value} on rank {rank}" for value, rank in ranks.items())
-            differences.append(f"{name} is {seen}")
-    text = f"the ranks of this run differ: {'; '.join(differences)}"
-    raise ValueError(f"{text}. Give all of them the same settings and images")
+    for name, (rank, each) in product(shared, enumerate(by_rank)):
+        if each[name] != by_rank[0][name]:
+            seen = f"{by_rank[0][name]} on rank 0 and {each[name]} on rank {rank}"
+            text = f"the ranks of this run differ: {name} is {seen}"
+            raise ValueError(f"{text}. Give all of them the same settings and images")
 
 
 def _load_given(config: PretrainConfig, key: str, **options: Any) -> Backbone:
@@ -212,11 +195,12 @@ def _load_given(config: PretrainConfig, key: str, **options: Any) -> Backbone:
     weights = str(get(config, key))
     if Path(weights).resolve() == Path(config.output).resolve():
         raise ValueError(f"{key}={weights} is the run itself; give another, or a checkpoint that is kept")
-    backbone = load_backbone(weights, **options)
-    if not all_equal(int(backbone.provenance.sha256[:12], 16)):  # a run that goes on writes new ones
-        text = f"the processes read different weights from {key}={weights}"
-        raise ValueError(f"{text}; give a checkpoint that is kept")
-    return backbone
+    # A run that goes on may write another checkpoint between two processes that read its newest one.
+    return agree(
+        f"weights of {key}",
+        lambda: load_backbone(weights, **options),
+        lambda backbone: f"sha256 {backbone.provenance.sha256[:12]}",
+    )
 
 
 def _load_trained(config: PretrainConfig, frozen_teacher: Backbone | None) -> Backbone:

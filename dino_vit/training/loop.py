@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dino_vit.config.length import EVALUATED
+from dino_vit.core import log
 from dino_vit.core.checkpoint import NotFinite
 from dino_vit.core.distributed import DelayedVote, broadcast_int, limit_waits
 from dino_vit.core.process import Interruption
@@ -51,7 +52,8 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
         clock.skip_evaluation()
     state.interval.start_timing()
     interruption.in_steps, first, vote = True, state.step, DelayedVote()
-    with contextlib.closing(state.loader.batches(state.step)) as batches, state.writer:
+    # At their end a checkpoint that is being written is on the disk, whatever else has failed.
+    with contextlib.closing(state.loader.batches(state.step)) as batches, state.writer.thread:
         while not state.is_done:
             take_step(state, batches)
             # All processes must leave the loop after the same step, or the others wait in a collective.
@@ -225,7 +227,7 @@ def finish_save(state: TrainingState, reporter: Reporter, *, wait: bool = False,
             advice = full if isinstance(error, StorageError) else RESUME_ADVICE
             text = f"the run is complete, but its last checkpoint could not be written: {error}. {advice}"
             raise type(error)(text) from error
-        reporter.warn(f"step {state.writer.step:,}: no checkpoint was written. {error}")
+        log.warning("step %s: no checkpoint was written. %s", f"{state.writer.step:,}", error)
         if state.evaluations.is_best(state.writer.step):
             state.evaluations.best = state.evaluations.best_written
     else:

@@ -154,13 +154,9 @@ def make_sharded(
     student: Network, teacher: Network, config: PretrainConfig, device: torch.device, dtype: torch.dtype
 ) -> None:
     """Share the parameters of both networks among the processes."""
-    refused = {
-        f"model.arch={config.model.arch}": not isinstance(student.backbone, VisionTransformer),
-        f"optim.name={config.optim.name}": config.optim.name != "adamw",
-    }
-    if wrong := [setting for setting, given in refused.items() if given]:
-        why = "sharded weights (compute.sharded=true, or Accelerate's FSDP)"
-        raise ValueError(f"{', '.join(wrong)} does not work with {why}; leave one of them out")
+    if config.model.timm or config.optim.name != "adamw":
+        what = "a model of timm, and an optimiser other than adamw, do not work with"
+        raise ValueError(f"{what} sharded weights (compute.sharded=true, or Accelerate's FSDP)")
     for network in (student, teacher):
         assert isinstance(network.backbone, VisionTransformer)
         apply_fsdp(network, network.backbone.blocks, ["run_unsharded"], device, dtype)
@@ -169,9 +165,8 @@ def make_sharded(
 def compile_run(state: TrainingState) -> Iterator[str]:
     """Compile networks and losses as `compute.compile` says; yield a note on it."""
     wanted, auto = state.config.compute.compile, state.config.compute.compile == "auto"
-    if not choose_compile(wanted, state.device, state.plan.length):
-        return
-    if auto and not isinstance(state.student.backbone, VisionTransformer):
+    is_ours = isinstance(state.student.backbone, VisionTransformer)
+    if not choose_compile(wanted, state.device, state.plan.length) or (auto and not is_ours):
         return
     if auto and (missing := missing_for_compile()):
         yield f"blocks are not compiled (compute.compile=auto), which would make steps faster: {missing}"

@@ -15,6 +15,7 @@ from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.distributed import SETUP_TIMEOUT, limit_waits
 from dino_vit.core.process import Interruption, locked
 from dino_vit.core.runtime import DTYPES, launched_for_fsdp, start_processes
+from dino_vit.core.text import shows_parts
 from dino_vit.data.remote import retrying
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.eval.sets import choose_splits, describe_use
@@ -32,7 +33,7 @@ from dino_vit.training.networks import (
 )
 from dino_vit.training.plan import Clock, Plan
 from dino_vit.training.reporter import Reporter
-from dino_vit.training.resume import check_same_run, find_checkpoint, set_figures_aside
+from dino_vit.training.resume import check_same_run, set_figures_aside
 from dino_vit.training.state import TrainingState
 from dino_vit.views.build import (
     build_augment,
@@ -54,7 +55,6 @@ def pretrain(
 
     On rank 0 `on_metrics` is called with each record and `on_checkpoint` with the path of each checkpoint.
     """
-    config.check_ready()
     if Path(config.output).resolve() in map(Path.resolve, map(Path, config.data.sources)):
         raise ValueError(f"output={config.output} is the source of the images; give a folder of its own")
     with Interruption() as interruption, retrying(config.data.timeout):
@@ -64,7 +64,8 @@ def pretrain(
             if config.data.cache_gb and accelerator.is_main_process:
                 bound_caches(config.data.cache_gb, Path(config.data.cache or cache_folder() / SHARDS))
             with Reporter(state, on_metrics=on_metrics, on_checkpoint=on_checkpoint) as reporter:
-                finished = train(state, reporter, interruption)
+                with shows_parts(reporter.progress.refresh):
+                    finished = train(state, reporter, interruption)
                 accelerator.wait_for_everyone()
                 limit_waits(SETUP_TIMEOUT)  # of what comes next in this process
         if not finished:
@@ -73,7 +74,7 @@ def pretrain(
 
 def set_up(config: PretrainConfig, accelerator: Accelerator) -> TrainingState:
     """Set up a new run, or one that resumes from the newest checkpoint in its output folder."""
-    inputs = open_inputs(config, find_checkpoint(config))
+    inputs = open_inputs(config, Checkpoints(Path(config.output)).newest_of_rank_0())
     facts = inspect(config, inputs, accelerator.device)
     run = complete(config, facts)
     check_alike(run.shared)
@@ -151,10 +152,7 @@ def _prepare(state: TrainingState, inputs: Inputs) -> Iterator[str]:
     if inputs.checkpoint:
         state.restore(inputs.checkpoint)
     if inputs.feature_teacher:
-        yield (
-            f"the student imitates the features of {config.teacher.weights}, which has no head: settings of "
-            "the head, the temperatures and the centre have no effect"
-        )
+        yield f"the student imitates the features of {config.teacher.weights}, which has no head"
     if state.plan.steps_between_evaluations:
         yield from _prepare_evaluations(state, inputs)
 

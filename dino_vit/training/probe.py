@@ -12,8 +12,7 @@ import torch.nn.functional as F
 
 from dino_vit.config.facts import BlockTimes, Speed
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.core.device import wait_for_device
-from dino_vit.core.distributed import world_size
+from dino_vit.core.distributed import wait_for_device, world_size
 from dino_vit.core.runtime import DTYPES, choose_precision, cores_of_a_process
 from dino_vit.data.custom import wrap
 from dino_vit.data.statistics import ImageSummary

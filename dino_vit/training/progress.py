@@ -3,10 +3,9 @@
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
-from typing import Self, TextIO
+from typing import TextIO
 
-from dino_vit.core.text import LINE_EVERY, duration, printable_lines, shows_parts, unfailing
+from dino_vit.core.text import LINE_EVERY, duration, printable_lines, unfailing
 from dino_vit.reports.metrics import MetricsRecord
 from dino_vit.reports.verdict import BAD, Verdict
 
@@ -33,14 +32,6 @@ class RunProgress:
         self.diagnosis = "too early to tell"
         self.saved_step: int | None = None  # shown in the next line
         self.last_line = self.last_step = self.clock()
-        self._within = ExitStack()
-
-    def __enter__(self) -> Self:
-        self._within.enter_context(shows_parts(self.refresh))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._within.close()
 
     def advance(self, step: int, total_steps: int) -> None:
         """Move to `step` of a total that `budget.minutes` changes."""

@@ -101,11 +101,9 @@ class Reporter:
         accelerator.init_trackers("logs", config=plain, init_kwargs=run_settings)
 
     def __enter__(self) -> Self:
-        self.progress.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.progress.__exit__(*error)
+    def __exit__(self, *_: object) -> None:
         for tracker in self.state.accelerator.trackers:
             tracker.finish()
 
@@ -151,14 +149,7 @@ class Reporter:
         try:
             yield
         except (OSError, StorageError) as error:
-            self.warn(f"step {self.state.step:,}: the record could not be written. {error}")
-
-    def warn(self, text: str) -> None:
-        """Say what went wrong, with verbose=False too."""
-        if log.isEnabledFor(logging.INFO):
-            self.progress.notice(text)
-        else:
-            log.warning("%s", text)
+            log.warning("step %s: the record could not be written. %s", f"{self.state.step:,}", error)
 
     def _advice_on_waiting(self) -> str:
         state = self.state
@@ -197,21 +188,20 @@ class Reporter:
         data, source, folder = self.state.config.data, self.state.source, str(self.state.folder)
         is_passed = any(map(is_object, data.sources))  # which no command line can name
         report = f"dino_vit.report({folder!r})" if is_passed else f"dino-vit report {shlex.quote(folder)}"
-        text = f"next: `{report}` draws curves, a map of the images and attention; "
+        text = f"next: `{report}` draws curves, a map of the images and attention"
         if len(data.sources) > 1 or is_passed:
-            return text.rstrip("; ")
+            return text
         images = f"{shlex.quote(public(data.sources[0]))} {shlex.quote(str(weights))}"
         if not self.state.evaluations.online.has_labels:
             return (
-                f"{text}`dino-vit label {images}` writes a page to label a few by; "
-                f"`dino-vit predict {images} labels=few.csv` labels the others by these, and says "
-                "whether the features are better than pixels and edges"
+                f"{text}; `dino-vit label {images}` writes a page to label a few by; "
+                f"`dino-vit predict {images} labels=few.csv` labels the others by these"
             )
         labels = f" labels={shlex.quote(public(data.labels))}" if data.labels else ""
         labels += " several=true" * data.several
         if data.labels and (source.codes(evenly_spaced(len(source), SAMPLE)) < 0).any():
-            return f"{text}`dino-vit predict {images}{labels} output=rest.csv` labels the other images"
-        return f"{text}`dino-vit knn {images}{labels}` classifies each image by the others"
+            return f"{text}; `dino-vit predict {images}{labels} output=rest.csv` labels the other images"
+        return f"{text}; `dino-vit knn {images}{labels}` classifies each image by the others"
 
 
 def start_record(state: TrainingState) -> Start:

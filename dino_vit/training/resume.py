@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from, and what must still be as it was."""
+"""What must still be as it was when a run resumes, and what is set aside."""
 
 from collections.abc import Iterable, Iterator
 from itertools import count
@@ -7,9 +7,8 @@ from pathlib import Path
 from dino_vit.config.complete import DecidedRun
 from dino_vit.config.facts import CheckpointFacts
 from dino_vit.config.inherited import check_same
-from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import log
-from dino_vit.core.checkpoint import Checkpoint, Checkpoints
+from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.core.distributed import world_size
 from dino_vit.core.text import plural
 from dino_vit.training.inputs import Inputs
@@ -17,15 +16,6 @@ from dino_vit.training.state import TrainingState
 
 # The records of a run beside its checkpoints, which are set aside with them.
 RECORDS = "config.yaml", "starts.jsonl", "metrics.jsonl", "baseline.json", "unreadable.txt"
-
-
-def find_checkpoint(config: PretrainConfig) -> Checkpoint | None:
-    """Return the checkpoint to resume from, which rank 0 reads."""
-    resumed = Checkpoints(Path(config.output)).newest_of_rank_0()
-    if resumed and "architecture" not in resumed.metadata:  # as in the folder of a fine-tuning
-        text = f"{resumed.path} is not a checkpoint of a pretraining"
-        raise ValueError(f"{text}; give another output, or move that folder away")
-    return resumed
 
 
 def check_same_run(run: DecidedRun, before: CheckpointFacts, inputs: Inputs) -> None:

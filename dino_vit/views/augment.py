@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dino_vit.core.device import to_device
+from dino_vit.core.distributed import to_device
 from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.data.images.pixels import unit_scale
 

@@ -14,7 +14,7 @@ from dino_vit.weights.usage import usage
 FAMILIES = {192: "ViT-Ti", 384: "ViT-S", 768: "ViT-B", 1024: "ViT-L", 1280: "ViT-H", 1536: "ViT-g"}
 STRUCTURE = (
     *("depth", "heads", "registers", "mlp", "mlp_ratio", "layer_scale", "qk_scale"),
-    *("norm_eps", "stem", "positions", "position_mode", "dropout", "attention_dropout"),
+    *("norm_eps", "stem", "stem_width", "positions", "position_mode", "dropout", "attention_dropout"),
 )
 
 
@@ -32,7 +32,6 @@ def describe_backbone(model: Backbone) -> dict[str, Any]:
         "architecture": f"{a['name']} of timm" if "name" in a else f"{family}/{model.patch_size[0]}",
         **{key: a[key] for key in STRUCTURE if a.get(key) is not None and (a[key] or "drop" not in key)},
         **{key: a[key] for key in ("resnet_layers", "resnet_width") if a.get("stem") == "hybrid"},
-        **({"stem_width": a["stem_width"]} if a.get("stem_width") else {}),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "width": model.width,
         "patch_size": list(model.patch_size) if model.has_patches else None,

@@ -6,7 +6,7 @@
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -105,15 +105,10 @@ def confidences_of(outputs: Tensor, task: Task) -> Tensor:
 
 def save_classifier(classifier: ImageClassifier, path: Path, transform: EvalTransform) -> None:
     """Write a backbone and its classifier as one safetensors file; images are prepared as they were here."""
-    preparation: dict[str, object] = {
-        "resize_mode": transform.resize_mode,
-        "interpolation": transform.interpolation,
-    }
-    if transform.shorter_side is not None:
-        preparation["shorter_side"] = transform.shorter_side
-    pixels = {"bits": transform.pixels.bits, "range": transform.pixels.range}
-    prepared: dict[str, Any] = {"mean": transform.mean, "std": transform.std, **pixels}
-    prepared |= {"size": transform.size, "preparation": preparation}
+    names = "resize_mode", "interpolation", "shorter_side"
+    prepared = {name: getattr(transform, name) for name in ("mean", "std", "size")}
+    prepared |= {"bits": transform.pixels.bits, "range": transform.pixels.range}
+    prepared["preparation"] = {name: getattr(transform, name) for name in names}
     prepared["config"] = {}  # that of a run has local paths, which exports leave out too
     metadata = about_backbone(classifier.backbone, prepared)
     metadata |= {"kind": CLASSIFIER, CLASSIFIER: classifier.facts.model_dump(mode="json")}

@@ -49,8 +49,7 @@ def _of_timm(name: str) -> str:
     with suppress(RuntimeError):  # of a tag that does not exist
         pretrained = timm.get_pretrained_cfg(name.removeprefix("timm:"))
     if pretrained is None or not pretrained.hf_hub_id:
-        text = f"{name}: timm {timm.__version__} knows no weights of this name on the hub"
-        raise StorageError(f"{text}; timm.list_pretrained() names those that there are")
+        raise StorageError(f"{name}: no weights of this name on the hub; timm.list_pretrained() lists them")
     return str(pretrained.hf_hub_id)
 
 

@@ -16,20 +16,19 @@ import torch
 from torch import Tensor
 
 from dino_vit.config.sections import BASELINES
+from dino_vit.config.settings import ConfigError
 from dino_vit.core import height_width, log
 from dino_vit.core.text import log_shown, plural
 from dino_vit.models.backbone import Provenance
 from dino_vit.models.positions import interpolate_pos_embs
 from dino_vit.models.stems import FIRST_KERNEL, inflate
 from dino_vit.models.timm_backbone import TimmConfig
-from dino_vit.models.vit import ViTConfig
 from dino_vit.weights.backbones import (
     LoadedBackbone,
     LoadedBaseline,
     LoadedTimmBackbone,
     LoadedTransformer,
 )
-from dino_vit.weights.baselines import BaselineConfig
 from dino_vit.weights.formats.layouts import OURS, REFERENCE, TIMM, Layout, merge
 from dino_vit.weights.metadata import OtherArchitecture, WeightsError
 from dino_vit.weights.read_file import PROVENANCE_FACTS, RawWeights, check_finite, read_weights
@@ -56,11 +55,14 @@ def load_backbone(
     `VisionTransformer` overrides what the tensors show: another `image_size` resamples the positions, other
     `channels` inflate the patch embedding, `num_classes` keeps the classifier.
     """
-    parameters = [field.name for field in fields(ViTConfig)]
-    if unknown := [name for name in overrides if name not in parameters]:
-        raise TypeError(f"load_backbone() has no argument {unknown[0]!r}, but {', '.join(parameters)}")
     raw = read_weights(source, network)
-    layout, model, notes = _load(raw, format, overrides)
+    try:
+        layout, model, notes = _load(raw, format, overrides)
+    except WeightsError:
+        raise
+    except (TypeError, ValueError, RuntimeError, ArithmeticError, IndexError) as error:
+        problems = "; ".join(error.problems) if isinstance(error, ConfigError) else error
+        raise WeightsError(f"{raw.source} describes a network that cannot be built: {problems}") from error
     origin = _provenance(raw, layout, model)
     if "image_size" in overrides:
         stated = {key: value for key, value in origin.preparation.items() if key != "shorter_side"}
@@ -95,7 +97,6 @@ def _load(
             if "timm_name" not in raw.facts:
                 raise
     if stated.get("name") in BASELINES:
-        _refuse_unknown(raw.source, BaselineConfig, overrides)
         return OURS, LoadedBaseline(**{**stated, **overrides}), []
     backbone, notes = _load_timm(raw, overrides)
     return TIMM if raw.architecture is None else OURS, backbone, notes
@@ -112,12 +113,8 @@ def _load_transformer(
         wanted = {**stored, "num_classes": 0, **overrides}  # no classifier unless it is asked for
         with torch.device("meta"):
             model = LoadedTransformer(**wanted)
-    except WeightsError:
-        raise
     except KeyError as error:
         raise OtherArchitecture(f"{raw.source} lacks {error}, which every vision transformer has") from error
-    except (TypeError, ValueError, RuntimeError, ArithmeticError, IndexError) as error:
-        raise WeightsError(f"{raw.source} describes a network that cannot be built: {error}") from error
     _load_strictly(model, _adapt(tensors, stored, wanted, raw.source, notes), raw.source)
     return model, notes
 
@@ -204,7 +201,7 @@ def _translate(raw: RawWeights, layout: Layout, asked: set[str]) -> tuple[dict[s
 
 def _load_timm(raw: RawWeights, overrides: Mapping[str, Any]) -> tuple[LoadedTimmBackbone, list[str]]:
     """Return a model of timm with its weights; other channels get kernels as timm makes them."""
-    _refuse_unknown(f"{raw.source} is a model of timm, which", TimmConfig, overrides)
+    _refuse_unknown(raw.source, overrides)
     facts, tensors = raw.facts, raw.tensors
     if changed := facts.get("model_args"):
         text = f"{raw.source}: config.json has model_args ({', '.join(changed)})"
@@ -239,14 +236,12 @@ def _load_timm(raw: RawWeights, overrides: Mapping[str, Any]) -> tuple[LoadedTim
     return model, notes
 
 
-def _refuse_unknown(what: str, record: type, overrides: Mapping[str, Any]) -> None:
-    """Refuse arguments that a backbone has not."""
-    arguments = [field.name for field in fields(record) if field.name != "name"]
-    if unknown := [name for name in overrides if name not in arguments]:
-        advice = f"its arguments are {', '.join(arguments)}"
-        if "mask_token" in unknown:
-            advice = "set loss.patch_weight=0"
-        raise WeightsError(f"{what} has no {unknown[0].replace('_', ' ')}; {advice}")
+def _refuse_unknown(source: str, overrides: Mapping[str, Any]) -> None:
+    """Refuse arguments that a model of timm has not."""
+    if unknown := overrides.keys() - {field.name for field in fields(TimmConfig)}:
+        names = ", ".join(sorted(unknown))
+        advice = "; set loss.patch_weight=0" if "mask_token" in unknown else ""
+        raise WeightsError(f"{source} is a model of timm, which has no {names}{advice}")
 
 
 def _check_size(stated: Mapping[str, Any], raw: RawWeights) -> None:

@@ -164,7 +164,5 @@ def check(cls: type[F], content: Mapping[str, Any], where: str) -> F:
     try:
         return cls.model_validate(content)
     except ValidationError as error:
-        texts = list(faults(content, error))
-        more = f"; and {len(texts) - 3} more" if len(texts) > 3 else ""
-        text = f"{where} describes no backbone that is supported: {'; '.join(texts[:3])}{more}"
-        raise WeightsError(text) from None
+        problems = brief("; ".join(faults(content, error)), 400)
+        raise WeightsError(f"{where} describes no backbone that is supported: {problems}") from None

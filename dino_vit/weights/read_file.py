@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from dino_vit.config.commands import side_by_side
-from dino_vit.config.constructors import build
 from dino_vit.config.sections import BASELINES
-from dino_vit.config.settings import ConfigError
+from dino_vit.config.settings import as_tuples
 from dino_vit.core import Size, height_width, log
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.storage import (
@@ -34,9 +33,6 @@ from dino_vit.core.storage import (
 )
 from dino_vit.core.text import brief, did_you_mean, plural, public_values
 from dino_vit.models.backbone import Backbone
-from dino_vit.models.timm_backbone import TimmConfig
-from dino_vit.models.vit import ViTConfig
-from dino_vit.weights.baselines import BaselineConfig
 from dino_vit.weights.hub import CONFIG, HUB_FILES, INDEX, PROCESSOR, fetch, is_name, parts
 from dino_vit.weights.metadata import Edges, Facts, HubFacts, PretrainedCfg, WeightsError, check, parse
 
@@ -98,21 +94,15 @@ def read_weights(source: str | Path | Mapping[str, Any], network: str) -> RawWei
 
 def find_weights(source: str | Path) -> Path:
     """Return the file of weights, or the folder with checkpoints, that a path leads to; nothing is read."""
-    path, advice = Path(source), "give a weights file or a run folder"
-    if not path.suffix:
-        advice = f"train a network first (`dino-vit pretrain IMAGES {path}`), or give a weights file"
-    if path.is_dir():
-        files = [path / name for name in WEIGHT_FILES if (path / name).is_file()]
-        if Checkpoints(path).paths():
-            return path
-        if not files:
-            names = ", ".join(("checkpoints/step-*.safetensors", *WEIGHT_FILES))
-            raise WeightsError(f"{path} holds no weights, none of {names}; {advice}")
-        return files[0]
-    if not path.is_file():
-        wrong = "is not a file" if path.exists() else "does not exist"
-        raise WeightsError(f"{path} {wrong}{did_you_mean(str(path), f'; {advice}')}")
-    return path
+    path = Path(source)
+    if path.is_dir() and Checkpoints(path).paths():
+        return path
+    for file in (path, *(path / name for name in WEIGHT_FILES)):
+        if file.is_file():
+            return file
+    wrong = "holds no weights" if path.exists() else "does not exist"
+    advice = "; train a network first (`dino-vit pretrain IMAGES FOLDER`), or give a weights file"
+    raise WeightsError(f"{path} {wrong}{did_you_mean(str(path), advice)}")
 
 
 def check_weights(source: str) -> None:
@@ -136,8 +126,6 @@ def _read_path(path: Path) -> tuple[Path, Any, dict[str, Any]]:
     path = find_weights(path)
     if path.is_dir() and (checkpoint := Checkpoints(path).newest()):
         return checkpoint.path, checkpoint.tensors, _own_facts(checkpoint.path, checkpoint.metadata)
-    if path.suffix == ".onnx":
-        raise WeightsError(f"{path} is an ONNX graph, which has no weights to load; give the original")
     texts, where = dict[str, Any](), f"the metadata of {path}"
     if path.name == INDEX:
         content: Any = {
@@ -164,16 +152,9 @@ def _own_facts(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     check_version(path, metadata)
     if metadata.get("architecture") is None:  # such as the classifier and optimiser of a fine-tuning
         raise WeightsError(f"{path} holds no backbone: architecture is missing from its metadata")
-    where = f"the metadata of {path}"
-    facts = check(Facts, metadata, where).stated()
-    name = facts["architecture"].get("name")
-    record = BaselineConfig if name in BASELINES else TimmConfig if name else ViTConfig
-    try:
-        config = build(record, facts["architecture"])
-    except (TypeError, ValueError) as error:
-        problems = "; ".join(error.problems) if isinstance(error, ConfigError) else error
-        raise WeightsError(f"{where} describes no backbone that is supported: {problems}") from None
-    return {**facts, "architecture": {name: getattr(config, name) for name in facts["architecture"]}}
+    facts = check(Facts, metadata, f"the metadata of {path}").stated()
+    facts["architecture"] = {name: as_tuples(value) for name, value in facts["architecture"].items()}
+    return facts
 
 
 def _read_hub_facts(weights: Path) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from dino_vit.weights.read_file import RawWeights
 FORMATS = get_args(WeightsFormat)
 HEADS_OF_WIDTH = {**{size["width"]: size["heads"] for size in VIT_SIZES.values()}, 1536: 24}
 HEADS_OF_DINOV3 = {1280: 20, 4096: 32}
-RESAVED_AS = dict.fromkeys(("dinov2", "dinov3"), "huggingface") | {"torchvision": "reference"}  # to add heads
 TRAINED_SIDE = 224  # pixels, of weights that show no size
 ROTARY_RESCALE = 2.0  # in DINOv3's training
 EXACT_GELU = ("gelu", "gelu_python")  # its names in transformers
@@ -153,10 +152,8 @@ def _infer_heads(width: int, raw: RawWeights, layout: Layout, overrides: Mapping
     usual = HEADS_OF_WIDTH | (HEADS_OF_DINOV3 if layout.rotary else {})
     heads = overrides.get("heads") or raw.facts.get("heads") or usual.get(width)
     if heads is None:
-        format = RESAVED_AS.get(layout.format, layout.format)
-        new = "NEW" if format == "huggingface" else "NEW.pth"
         raise OtherArchitecture(
-            f"{raw.source}: no tensor shows the number of heads (width {width}). `dino-vit export FILE "
-            f"{new} --format {format} --heads N` writes it into a file; load_backbone takes heads=N"
+            f"{raw.source}: no tensor shows the number of heads (width {width}); in Python "
+            "load_backbone takes heads=N, and save_backbone writes a file that states it"
         )
     return int(heads)

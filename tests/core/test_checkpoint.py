@@ -91,7 +91,8 @@ def test_a_state_that_is_not_finite_is_never_written(tmp_path):
 def test_what_is_written_in_the_background_is_the_state_at_the_call(tmp_path):
     """Each time, though the state changes in place while the thread writes."""
     checkpoints, state = Checkpoints(tmp_path), {"a": torch.zeros(1_000_000)}
-    with BackgroundWriter(checkpoints) as writer:
+    writer = BackgroundWriter(checkpoints)
+    with writer.thread:
         for step in (1, 2):
             state["a"].fill_(step)
             writer.begin(step, state.items(), {})

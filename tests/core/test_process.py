@@ -97,12 +97,6 @@ def test_a_lock_is_held_until_its_process_dies(tmp_path):
             pass
 
 
-def test_a_file_in_the_place_of_a_folder_is_a_sentence(tmp_path):
-    (tmp_path / "run").write_text("of a user")
-    with pytest.raises(ValueError, match=r"run is a file, where the folder of a run is needed; give another"):
-        locked(tmp_path / "run").__enter__()
-
-
 def test_an_error_that_cannot_be_pickled_becomes_its_text():
     error = ConfigError(["a", "b"])
     assert portable(error) is error
@@ -110,14 +104,6 @@ def test_an_error_that_cannot_be_pickled_becomes_its_text():
     error.lock = threading.Lock()
     copy = portable(error)
     assert (type(copy), str(copy)) == (ValueError, str(error))
-
-
-def test_only_a_new_folder_in_which_nothing_was_written_goes(tmp_path):
-    (tmp_path / "mine").mkdir()
-    for name in ("mine", "new"):
-        with locked(tmp_path / name):
-            assert os.listdir(tmp_path / name) == [".lock"]
-    assert os.listdir(tmp_path) == ["mine"]
 
 
 def test_a_file_system_without_locks_is_no_reason_to_stop(tmp_path, monkeypatch, caplog):

@@ -150,8 +150,8 @@ def test_mistakes_are_found_in_the_order_of_a_users_steps(photos):
     broken.touch()
     (photos / "run").mkdir()
     for command in (dino_vit.predict, dino_vit.knn, dino_vit.linear):
-        for absent, wrong in (("none", "does not exist; "), ("run", "holds no weights, ")):
-            advice = rf"{absent} {wrong}.*train a network first \(`dino-vit pretrain IMAGES .*{absent}`\)"
+        for absent, wrong in (("none", "does not exist; "), ("run", "holds no weights; ")):
+            advice = rf"{absent} {wrong}train a network first \(`dino-vit pretrain IMAGES FOLDER`\)"
             with pytest.raises(WeightsError, match=advice):
                 command(folder, photos / absent, labels=photos / "absent.csv", verbose=False)
         with pytest.raises(ValueError, match=r"absent\.csv does not exist"):

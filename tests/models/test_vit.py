@@ -60,6 +60,8 @@ def test_invalid_images_and_shapes_are_rejected():
         model(torch.randn(1, 4, 32, 32))
     with pytest.raises(ValueError, match="width=30 is not divisible by heads=4"):
         VisionTransformer(width=30, heads=4)
+    with pytest.raises(ValueError, match="needs a multiple of 4 channels in a head, not 6"):
+        VisionTransformer(width=30, heads=5, positions="rotary")
 
 
 def test_importing_the_library_is_silent_and_cheap():

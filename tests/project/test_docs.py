@@ -246,8 +246,8 @@ def test_environment_variables_are_those_that_are_read():
     named = {name for what, _ in rows(table) for name in re.findall(r"[A-Z][A-Z_]+", what)}
     code = "".join(path.read_text() for path in (ROOT / "dino_vit").rglob("*.py"))
     assert len(named) >= 10
-    of_torch = {"NCCL_SOCKET_IFNAME", "MASTER_ADDR", "MASTER_PORT"}
-    assert {name for name in named if name not in code} == of_torch
+    of_libraries = {"NCCL_SOCKET_IFNAME", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_CPU"}
+    assert {name for name in named if name not in code} == of_libraries
 
 
 def test_the_pages_name_targets_states_and_functions_that_exist():

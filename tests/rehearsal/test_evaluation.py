@@ -5,7 +5,7 @@ import torch
 
 from dino_vit import VisionTransformer, save_backbone, vit_tiny
 from dino_vit.config.loading import load
-from dino_vit.core.device import to_device
+from dino_vit.core.distributed import to_device
 from dino_vit.core.process import in_batches
 from dino_vit.data.stores.files import open_folder
 from dino_vit.data.synthetic import make_textures

@@ -42,21 +42,18 @@ class Clock:
 
 
 def show_some(progress, clock):
-    with progress:
-        progress.notice("Resuming runs/demo [at step 1,000].")
-        states = ["too early to tell", "learning", "collapsed", "collapsed", "learning"]
-        for n, state in enumerate(states, start=1):
-            clock.now += 50
-            if n == 3:
-                progress.saved_step = 1_120
-            for step in range(951 + 50 * n, 1001 + 50 * n):
-                progress.advance(step, progress.total_steps)
-            now = replace(HEALTHY, step=1000 + 50 * n, total_steps=progress.total_steps)
-            metrics = replace(now, epoch=n / 4, knn=47.5 if n == 2 else None)
-            bad = state == "collapsed"
-            progress.show(
-                metrics, Verdict(state, NEWS if bad else "It has learned.", "", ADVICE if bad else "")
-            )
+    progress.notice("Resuming runs/demo [at step 1,000].")
+    states = ["too early to tell", "learning", "collapsed", "collapsed", "learning"]
+    for n, state in enumerate(states, start=1):
+        clock.now += 50
+        if n == 3:
+            progress.saved_step = 1_120
+        for step in range(951 + 50 * n, 1001 + 50 * n):
+            progress.advance(step, progress.total_steps)
+        now = replace(HEALTHY, step=1000 + 50 * n, total_steps=progress.total_steps)
+        metrics = replace(now, epoch=n / 4, knn=47.5 if n == 2 else None)
+        bad = state == "collapsed"
+        progress.show(metrics, Verdict(state, NEWS if bad else "It has learned.", "", ADVICE if bad else ""))
 
 
 def evaluated(*, settings=(), colours=25.0, before=None, **figures):

@@ -119,7 +119,7 @@ def test_masked_patches_are_learned_without_hiding_them(tmp_path):
         ({"views.global_size": 36, "model.patch_size": 4}, "does not take global views: an image of 36 × 36"),
         (
             {"teacher.weights": "nowhere"},
-            "nowhere does not exist; train a network first (`dino-vit pretrain IMAGES nowhere`), or give",
+            "nowhere does not exist; train a network first (`dino-vit pretrain IMAGES FOLDER`), or give",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -4,7 +4,7 @@ from io import StringIO
 
 import pytest
 
-from dino_vit.core.text import duration, progress
+from dino_vit.core.text import duration, progress, shows_parts
 from dino_vit.reports.metrics import Baseline
 from dino_vit.reports.verdict import Verdict
 from dino_vit.training import reporter
@@ -44,7 +44,8 @@ def test_no_twenty_seconds_are_silent():
         stream.truncate(stream.seek(0))
         return shown
 
-    with RunProgress(total_steps=100, stream=stream, clock=clock) as run, progress("Features", 8) as count:
+    run = RunProgress(total_steps=100, stream=stream, clock=clock)
+    with shows_parts(run.refresh), progress("Features", 8) as count:
         for step in range(1, 13):
             clock.now += 3
             run.advance(step, 100)

@@ -158,27 +158,18 @@ def test_auto_precision_that_means_something_else_here_is_said(tmp_path, monkeyp
                 opened(tmp_path / "run", settings)
 
 
-@pytest.mark.parametrize(
-    ("key", "message"),
-    [
-        ("architecture", "is not a checkpoint of a pretraining; give another output"),
-        ("version", "has format version None, but this dino-vit reads 1"),
-    ],
-)
-def test_a_folder_whose_checkpoint_says_something_else_is_refused(tmp_path, weights, caplog, key, message):
+def test_a_folder_whose_checkpoint_has_another_version_is_refused(tmp_path, weights, caplog):
     checkpoint = Checkpoints(weights).newest()
     path = tmp_path / "checkpoints" / checkpoint.path.name
-    metadata = {name: value for name, value in checkpoint.metadata.items() if name != key}
-    write_tensors(path, checkpoint.tensors, json.dumps(metadata))
-    with pytest.raises(ValueError, match=r"give another output|none of the checkpoints") as error:
+    write_tensors(path, checkpoint.tensors, json.dumps({**checkpoint.metadata, "version": 2}))
+    with pytest.raises(ValueError, match="none of the checkpoints"):
         opened(tmp_path, {"budget.steps": 10})
-    assert message in f"{error.value} {caplog.text}"
+    assert "has format version 2, but this dino-vit reads 1" in caplog.text
 
 
 def test_a_run_without_images_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"no images are given: .* `dino-vit pretrain photos`"):
         pretrain(load(PretrainConfig, None, [f"output={tmp_path / 'run'}"]))
-    assert not (tmp_path / "run").exists()
     with pytest.raises(
         ValueError, match="no images are given"
     ):  # of a damaged config.yaml, which is read for a report

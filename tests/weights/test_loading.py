@@ -114,7 +114,7 @@ def test_a_mask_token_is_kept_where_it_is_asked_for_and_zeros_without_one(tmp_pa
 
 
 def test_the_number_of_heads_is_asked_for_unless_the_width_implies_it():
-    with pytest.raises(WeightsError, match=r"number of heads \(width 32\)\. .*takes heads=N"):
+    with pytest.raises(WeightsError, match=r"number of heads \(width 32\); .*takes heads=N"):
         load_backbone(backbone().state_dict())
     assert load_backbone(backbone(width=192, heads=3).state_dict()).heads == 3
 

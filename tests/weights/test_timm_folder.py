@@ -130,11 +130,8 @@ def test_a_student_of_timm_is_a_folder_of_timm(name):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"stem": "conv"}, "cannot build stem=conv, so no folder .* or train with model.stem=patch"),
-        (
-            {"stem": "hybrid", "patch_size": 16, "resnet_layers": (1, 1, 1)},
-            r"stem=hybrid, resnet_layers=\(1, 1, 1\), resnet_width=64",
-        ),
+        ({"stem": "conv"}, "cannot build stem=conv, .*, so no folder"),
+        ({"stem": "hybrid", "patch_size": 16, "resnet_layers": (1, 1, 1)}, r"resnet_layers=\(1, 1, 1\)"),
     ],
 )
 def test_what_timm_has_no_name_for_is_a_file_only(changes, message):

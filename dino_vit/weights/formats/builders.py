@@ -75,12 +75,10 @@ def timm_name(model: Backbone) -> str:
         return TIMM_NAMES.get(model.width, "vit_small_patch16_224")
     if not model.rotary and stem == "hybrid" and resnet:
         return "vit_base_r50_s16_224"
-    names = ("stem", "resnet_layers", "resnet_width") if stem == "hybrid" else ("stem",)
-    names = ("positions", "norm_eps", "layer_scale") if model.rotary else names
-    advice = "" if model.rotary else ", or train with model.stem=patch (recipe=auto may choose conv)"
+    names = ("positions", "norm_eps", "layer_scale") if model.rotary else ("stem", "resnet_layers")
     raise WeightsError(
         f"timm.create_model cannot build {', '.join(f'{name}={a[name]}' for name in names)}, so no folder is "
-        f"written; give the name of a file, such as vit.pth, which the printed lines open{advice}"
+        "written; give the name of a file, such as vit.pth, which the printed lines open"
     )
 
 
