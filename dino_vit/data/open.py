@@ -10,18 +10,23 @@ from pathlib import Path
 from dino_vit.config.objects import find, is_object
 from dino_vit.core import log
 from dino_vit.core.text import brief, did_you_mean, plural, public
+from dino_vit.data.catalogue import open_catalogued
 from dino_vit.data.image_set import UNLABELLED, ImageSet
+from dino_vit.data.joined import join_sets
+from dino_vit.data.label_files import join_labels, open_list
 from dino_vit.data.labels import HELD_OUT, NO_LABELS, TRAIN
 from dino_vit.data.paths import BRACES, CATALOGUE, IMAGE_SUFFIXES, expand_braces, list_local, suffix_of
 from dino_vit.data.remote import ask, exists, is_folder, is_http, is_url, list_remote, local_path
+from dino_vit.data.stores.calls import open_array
 from dino_vit.data.stores.files import NoImages, open_files, open_folder
+from dino_vit.data.stores.ranges import ARCHIVES, open_archives
+from dino_vit.data.synthetic import make_textures
 
 ALLOWED = (
     "give a folder of images, an image, a pattern such as 'photos/*.jpg', a list (.txt, .csv, .tsv), "
     "uncompressed tar shards (such as 'shards/{000..010}.tar' or 'shards/*.tar'), a .zip, .parquet or .npy "
     "file, hf:OWNER/NAME, or synthetic[:LENGTH[:SIZE]]"
 )
-ARCHIVE_SUFFIXES = (".tar", ".zip")
 LISTS = (".txt", ".csv", ".tsv")
 # Of files beside which no catalogue is looked for, which costs a request for a remote one.
 UNCATALOGUED = (*IMAGE_SUFFIXES, *LISTS, ".parquet")
@@ -48,13 +53,9 @@ def open_source(
         raise ValueError("several=true is about a file of labels or a list of images (.csv, .tsv, .txt)")
     if isinstance(spec, str):
         if several and labels is None:
-            from dino_vit.data.label_files import open_list
-
             return open_list(local_path(spec), several=True)
         images = _open(local_path(spec))
     elif labels in (None, NO_LABELS):
-        from dino_vit.data.joined import join_sets
-
         images = join_sets(spec, [_open(local_path(part)) for part in spec])
     else:
         raise ValueError(f"{setting}={labels} is a file for one source; give one, or leave it out")
@@ -66,8 +67,6 @@ def _with_labels(images: ImageSet, labels: str | Path | None, several: bool, set
     if labels == NO_LABELS:
         return replace(images, labels=UNLABELLED)
     if labels is not None:
-        from dino_vit.data.label_files import join_labels
-
         return join_labels(images, labels, several)
     if images.labels.of_folders and images.labels.names:
         names = brief(", ".join(images.labels.names), 100)
@@ -80,16 +79,13 @@ def has_cells(spec: str | Sequence[str], labels: str | Path | None) -> bool:
     return labels not in (None, NO_LABELS) or (isinstance(spec, str) and suffix_of(spec) in LISTS)
 
 
-# Modules of one kind of source are imported where it is opened.
-
-
 def _open(spec: str) -> ImageSet:
     kind, _, rest = spec.partition(":")
     if not os.path.exists(spec):  # a file may be called so
         if kind == "synthetic":
             return _open_synthetic(spec)
         if is_object(spec):
-            from dino_vit.data.custom import wrap
+            from dino_vit.data.custom import wrap  # imports readers of Parquet
 
             return wrap(find(spec))
         if kind == "hf":
@@ -98,7 +94,7 @@ def _open(spec: str) -> ImageSet:
             return open_hub(rest)
     if (images := _open_catalogued(spec)) is not None:
         return images
-    if is_http(spec) and suffix_of(spec) not in (*UNCATALOGUED, *ARCHIVE_SUFFIXES):
+    if is_http(spec) and suffix_of(spec) not in (*UNCATALOGUED, *ARCHIVES):
         raise ValueError(f"{public(spec)}: {_NO_LISTING}")
     if exists(spec):
         return _open_path(spec)
@@ -109,8 +105,6 @@ def _open(spec: str) -> ImageSet:
 
 
 def _open_synthetic(spec: str) -> ImageSet:
-    from dino_vit.data.synthetic import make_textures
-
     match = re.fullmatch(r"synthetic(?::(\d{1,18}))?(?::(\d{1,18}))?", spec)
     if not match:
         raise ValueError(f"{spec!r:.200} is not valid: write synthetic[:LENGTH[:SIZE]]")
@@ -124,12 +118,10 @@ def _open_catalogued(spec: str) -> ImageSet | None:
         return None
     if suffix_of(spec) != os.path.splitext(spec)[1].lower():  # signed, as a file of its own
         return None
-    is_pattern = suffix_of(spec) in ARCHIVE_SUFFIXES and not os.path.isdir(spec)
+    is_pattern = suffix_of(spec) in ARCHIVES and not os.path.isdir(spec)
     folder, pattern = os.path.split(spec) if is_pattern else (spec.rstrip("/"), "")
     if not exists(os.path.join(folder, CATALOGUE)):
         return None
-    from dino_vit.data.catalogue import open_catalogued
-
     return open_catalogued(folder, pattern, lambda: archive_files(spec)[1])
 
 
@@ -170,9 +162,7 @@ def _open_files(spec: str, files: Sequence[str]) -> ImageSet:
     if len(suffixes) > 1:
         raise ValueError(f"{public(spec)!r} matches files of several kinds: {', '.join(sorted(suffixes))}.")
     (suffix,) = suffixes
-    if suffix in ARCHIVE_SUFFIXES:
-        from dino_vit.data.stores.ranges import open_archives
-
+    if suffix in ARCHIVES:
         return open_archives(suffix, spec, files)
     if suffix == ".parquet":
         from dino_vit.data.stores.rows import open_parquet
@@ -183,11 +173,7 @@ def _open_files(spec: str, files: Sequence[str]) -> ImageSet:
     if len(files) > 1:
         raise ValueError(f"{public(spec)!r} matches {len(files)} {suffix} files: give one file of this kind")
     if suffix in LISTS:
-        from dino_vit.data.label_files import open_list
-
         return open_list(files[0])
-    from dino_vit.data.stores.calls import open_array
-
     return open_array(files[0])
 
 
@@ -195,14 +181,14 @@ def archive_files(spec: str) -> tuple[str, list[str]]:
     """Return the folder of some archives, given by it or by a pattern, and their paths in it."""
     spec = local_path(spec)
     folder, files = spec, list[str]()
-    if suffix_of(spec) not in ARCHIVE_SUFFIXES or os.path.isdir(spec):
+    if suffix_of(spec) not in ARCHIVES or os.path.isdir(spec):
         files = list(list_remote(spec) if is_url(spec) else list_local(spec)) if is_folder(spec) else []
     else:
         folder = os.path.dirname(spec)
         if glob.has_magic(folder) or BRACES.search(folder):
             raise ValueError(f"{public(spec)} is of several folders; give the folder that holds them")
         files = [path.removeprefix(folder).lstrip("/") for path in expand(spec)]
-    files = [file for file in files if suffix_of(file) in ARCHIVE_SUFFIXES]
+    files = [file for file in files if suffix_of(file) in ARCHIVES]
     if not files:
         raise ValueError(f"{public(spec)} has no tar or zip archives; give their folder or a pattern")
     return folder, files
