@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +23,6 @@ class GlobalOrder:
     def __init__(self, length: int, seed: int) -> None:
         self.length, self.seed = length, seed
         self._order = lru_cache(1)(self._draw)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return GlobalOrder, (self.length, self.seed)
 
     def take(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
         """Return the images at the positions from `start` to `stop` of an epoch."""
@@ -57,7 +54,7 @@ class WindowOrder:
 
     def __init__(self, starts: NDArray[np.int64], seed: int, window: int) -> None:
         """`starts`: where the images of each shard begin, and the number of all."""
-        self.starts, self.seed, self.window, self.length = starts, seed, window, int(starts[-1])
+        self.starts, self.seed, self.length = starts, seed, int(starts[-1])
         sizes = np.diff(starts)
         # The size of the shard that a random image lies in: with one huge shard, all images mix.
         squares = int(np.dot(sizes, sizes))
@@ -66,9 +63,6 @@ class WindowOrder:
         self._reach = self.span + 1  # the places that a shard spreads over, and one for rounding
         self._block_size = max(2 * self.span, BLOCK)
         self._shuffled, self._block = lru_cache(2)(self._shuffle), lru_cache(2)(self._draw)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return WindowOrder, (self.starts, self.seed, self.window)
 
     def take(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
         number = start // self._block_size
