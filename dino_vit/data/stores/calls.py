@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Hashable, Iterable
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -30,42 +31,31 @@ class Calls(Store):
         return [(self.key, row) for row in rows]
 
 
-class _Array:
-    """The images of an array: (N, H, W), (N, H, W, C) or (N, C, H, W)."""
-
-    def __init__(self, path: str) -> None:
-        self.path, self.images = path, _load(path)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Array, (self.path,)  # NumPy would pickle the pixels
-
-    def read(self, row: int) -> Tensor:
-        return from_array(np.array(self.images[row]))
-
-    def fingerprint(self) -> str:
-        count = len(self.images)
-        digest = hashlib.sha256(f"{self.images.shape} {self.images.dtype.str}".encode())
-        for row in np.linspace(0, count - 1, min(FINGERPRINTED, count)).astype(int).tolist():
-            digest.update(np.ascontiguousarray(self.images[row]).data)
-        return f"array-{count}-{digest.hexdigest()[:16]}"
-
-
 def open_array(path: str) -> ImageSet:
-    """Open the images of an array."""
+    """Open the images of an array: (N, H, W), (N, H, W, C) or (N, C, H, W)."""
     if is_url(path):
         raise ValueError(f"{public(path)} is remote, but arrays are mapped into memory: copy it here first.")
-    array = _Array(path)
-    fingerprint = array.fingerprint()
+    stamp = str(file_signature(path))
+    images = _map(path, stamp)
+    digest = hashlib.sha256(f"{images.shape} {images.dtype.str}".encode())
+    for row in np.linspace(0, len(images) - 1, min(FINGERPRINTED, len(images))).astype(int).tolist():
+        digest.update(np.ascontiguousarray(images[row]).data)
+    fingerprint = f"array-{len(images)}-{digest.hexdigest()[:16]}"
     return ImageSet(
-        store=Calls(array.read, fingerprint),
-        rows=range(len(array.images)),
+        store=Calls(partial(_read, path, stamp), fingerprint),
+        rows=range(len(images)),
         names="{:09d}".format,
         fingerprint=fingerprint,
-        stamp=str(file_signature(path)),
+        stamp=stamp,
     )
 
 
-def _load(path: str) -> NDArray[Any]:
+def _read(path: str, stamp: str, row: int) -> Tensor:
+    return from_array(np.array(_map(path, stamp)[row]))
+
+
+@lru_cache(16)
+def _map(path: str, stamp: str) -> NDArray[Any]:
     """Map an array of images into memory."""
     try:
         images = open_memmap(path, mode="r")
