@@ -16,7 +16,7 @@ from dino_vit.core import log
 from dino_vit.core.text import brief, did_you_mean, plural, printable, public, public_values
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.index import IndexContents, WriteImages, indexing, open_index
-from dino_vit.data.labels import LABEL_COLUMNS, ZERO_OR_ONE, encode_labels, is_label, parse_json
+from dino_vit.data.labels import LABEL_COLUMNS, encode_labels, is_label, parse_json
 from dino_vit.data.paths import IMAGE_SUFFIXES, folder_of, suffix_of
 from dino_vit.data.remote import PER_IMAGE_TIMEOUT_S, is_url, read_file
 from dino_vit.data.stores.files import Files, join_path
@@ -133,10 +133,14 @@ def _table_entries(path: str, lines: dict[int, list[str]], labels_needed: bool) 
         title = header[1 - name] if header else "label"
         is_name = title in PATH_COLUMNS and len(beside) == len(rows) - start
         label = None if is_name or not title else 1 - name
-    problem = _why_no_labels(rows, header, name) if label is None else ""
-    if problem and labels_needed:
-        raise ValueError(f"{path}: {problem}")
-    if problem:
+    if label is None and len(rows[0]) > 2:
+        first = brief(",".join(public_values(rows[0])), 200)
+        problem = (
+            f"no labels are read, as the first line names no column label: {first}. Write the names of "
+            "the columns there; several labels of an image are one cell, as in sea;sky, with several=true"
+        )
+        if labels_needed:
+            raise ValueError(f"{path}: {problem}")
         log.warning("%s: %s", path, problem)
     width, others = len(rows[0]), [_find_column(header, [title]) for title in _OF_PREDICT]
     for number, row in [*lines.items()][start:]:
@@ -147,22 +151,6 @@ def _table_entries(path: str, lines: dict[int, list[str]], labels_needed: bool) 
         text = "" if label is None else row[label]
         cells = ("" if at is None or at >= len(row) else row[at].strip() for at in others)
         yield Entry(row[name], text.strip() or None, number, *cells)
-
-
-def _why_no_labels(rows: list[list[str]], header: list[str], name: int) -> str:
-    """Say why no labels are read from a table without a column of that name."""
-    others = [at for at, title in enumerate(header) if at != name and title not in ("", *PATH_COLUMNS)]
-    values = {row[at].strip().lower() for row in rows[1:] for at in others if at < len(row)} - {"", "nan"}
-    if len(others) > 1 and values and values <= ZERO_OR_ONE:
-        titles = brief(", ".join(rows[0][at].strip() for at in others))
-        text = f"no labels are read from the columns {titles}, which have only 0 and 1"
-        return f"{text}; write the labels of an image in one column, as in sea;sky, and give several=true"
-    if len(rows[0]) <= 2:
-        return ""
-    if not header:
-        return "no labels are read, as no line names the columns; write one first, as in 'name,label'"
-    columns = brief(", ".join(rows[0]), 200)
-    return f"no labels are read, as its columns are {columns}; call one of them label in the first line"
 
 
 def _header(rows: list[list[str]]) -> list[str]:

@@ -114,10 +114,10 @@ def test_a_table_may_have_another_delimiter_and_further_columns(name, text, expe
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("Name,digit,who\n", "as its columns are Name, digit, who; call one of them label in the first line"),
-        ("", "as no line names the columns; write one first, as in 'name,label'"),
-        ("name,,\n", "its columns are name, , ; call one of them label"),
-        ("name,sea,sky\n", "columns sea, sky, which have only 0 and 1"),
+        ("Name,digit,who\n", "the first line names no column label: Name,digit,who. Write the names of the"),
+        ("", "the first line names no column label: x.png,5,anna. Write the names of the columns there"),
+        ("name,,\n", "the first line names no column label: name,,."),
+        ("name,sea,sky\n", "name,sea,sky. .* several labels of an image are one cell, as in sea;sky"),
         ("name,label,who\n", "has a label for none of them: fill in the labels"),
     ],
 )
