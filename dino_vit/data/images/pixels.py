@@ -99,11 +99,3 @@ def kind_of(image: Tensor) -> str:
 def unit_scale(images: Tensor) -> Tensor:
     """Return the output of `conform` as new float32 values in [0, 1]."""
     return images / 255 if images.dtype == torch.uint8 else images.to(torch.float32, copy=True)
-
-
-def reduced_size(height: int, width: int, side: int) -> tuple[int, int]:
-    """Return the size of an image whose shorter side is reduced to `side`; the same if it is not larger."""
-    shorter = min(height, width)
-    if shorter <= side:
-        return height, width
-    return round(height * side / shorter), round(width * side / shorter)
