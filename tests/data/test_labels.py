@@ -260,13 +260,9 @@ def test_a_list_with_two_labels_for_an_image_is_refused(tmp_path, caplog):
     assert "list.csv names 2 images in 3 lines" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [(b"PAR1\x15\0", "is not text in UTF-8"), ("a.jpg,cat".encode("utf-16"), "perhaps in UTF-16")],
-)
-def test_a_file_that_is_no_text_is_no_list(data: bytes, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        read_entries("labels.csv", data, labels_needed=True)
+def test_a_file_that_is_no_text_is_no_list():
+    with pytest.raises(ValueError, match=r"is not text in UTF-8, perhaps in UTF-16"):
+        next(read_entries("labels.csv", "a.jpg,cat".encode("utf-16"), labels_needed=True))
 
 
 @pytest.mark.parametrize("several", [False, True])
