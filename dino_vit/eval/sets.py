@@ -214,7 +214,8 @@ def _open_sets(config: LabelledConfig, blocks: int | None, source: ImageSet | No
         several = config.several and has_cells(config.train, config.train_labels)
         train_source = open_source(config.train, config.train_labels, several=several, setting="train_labels")
         if {source.labels.task, train_source.labels.task} == {"multiclass", "multilabel"}:
-            source, train_source = (each.with_sets() for each in (source, train_source))
+            both = source, train_source
+            source, train_source = (replace(each, labels=each.labels.as_sets()) for each in both)
         train = open_subset(config.train, train_source)
     images = open_subset(config.source, source)
     (images if train is None else train).require_two_classes()
