@@ -11,13 +11,12 @@ from dino_vit.config.objects import find, is_object
 from dino_vit.core import log
 from dino_vit.core.text import brief, did_you_mean, plural, public
 from dino_vit.data.catalogue import open_catalogued
-from dino_vit.data.image_set import UNLABELLED, ImageSet
-from dino_vit.data.joined import join_sets
+from dino_vit.data.image_set import UNLABELLED, ImageSet, join_sets
 from dino_vit.data.label_files import join_labels, open_list
 from dino_vit.data.labels import HELD_OUT, NO_LABELS, TRAIN
 from dino_vit.data.paths import BRACES, CATALOGUE, IMAGE_SUFFIXES, expand_braces, list_local, suffix_of
 from dino_vit.data.remote import ask, exists, is_folder, is_http, is_url, list_remote, local_path
-from dino_vit.data.stores.calls import open_array
+from dino_vit.data.stores.calls import open_array, wrap
 from dino_vit.data.stores.files import NoImages, open_files, open_folder
 from dino_vit.data.stores.ranges import ARCHIVES, open_archives
 from dino_vit.data.synthetic import make_textures
@@ -85,8 +84,6 @@ def _open(spec: str) -> ImageSet:
         if kind == "synthetic":
             return _open_synthetic(spec)
         if is_object(spec):
-            from dino_vit.data.custom import wrap  # imports readers of Parquet
-
             return wrap(find(spec))
         if kind == "hf":
             from dino_vit.data.stores.rows import open_hub
