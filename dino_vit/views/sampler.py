@@ -15,10 +15,7 @@ BLOCK = 2**18  # images, at least, that a window order draws at a time
 
 
 class GlobalOrder:
-    """A permutation of all images.
-
-    Like every order it draws any part of an epoch by itself, and tells when each shard is needed.
-    """
+    """A permutation of all images. Like the other order it draws any part of an epoch by itself."""
 
     def __init__(self, length: int, seed: int) -> None:
         self.length, self.seed = length, seed
@@ -27,10 +24,6 @@ class GlobalOrder:
     def take(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
         """Return the images at the positions from `start` to `stop` of an epoch."""
         return self._order(epoch)[start:stop]
-
-    def next_uses(self, epoch: int, start: int) -> NDArray[np.int64]:
-        """Return about at which position from `start` on an epoch first needs each shard; −1: at none."""
-        return np.array([start])  # of any shard
 
     def _draw(self, epoch: int) -> NDArray[np.int64]:
         # SplitMix64 is one-to-one, so there are no ties that a sort could break.
@@ -76,6 +69,7 @@ class WindowOrder:
         return np.concatenate(parts)
 
     def next_uses(self, epoch: int, start: int) -> NDArray[np.int64]:
+        """Return about at which position from `start` on an epoch first needs each shard; −1: at none."""
         shards, begins = self._shuffled(epoch)
         first = np.empty_like(begins)  # by the numbers of shards
         first[shards] = begins
@@ -192,13 +186,11 @@ class Sampler:
 
 
 class ShardUses:
-    """When a run needs each shard of a source: known ahead, as the order is a function of the epoch."""
+    """When a window order needs each shard of a source: known ahead, as it is a function of the epoch."""
 
-    def __init__(self, sampler: Sampler, shards: int, first: int = 0) -> None:
+    def __init__(self, sampler: Sampler, order: WindowOrder, shards: int, first: int) -> None:
         """`first` is the number of the source's first shard among those of all sources."""
-        self.sampler, self.order, self.mine = sampler, sampler.build_order(), slice(first, first + shards)
-        starts = sampler.shard_starts
-        self.shards = first + shards if starts is None else len(starts) - 1  # of all sources
+        self.sampler, self.order, self.mine = sampler, order, slice(first, first + shards)
 
     def next(self, position: int) -> NDArray[np.int64]:
         """Return for each shard after about how many images it is needed, from a position (in steps) on.
@@ -208,7 +200,7 @@ class ShardUses:
         epoch, step = divmod(position, self.sampler.steps_per_epoch)
         used = self.sampler.steps_per_epoch * self.sampler.global_batch  # without a last incomplete batch
         done = step * self.sampler.global_batch
-        result = np.full(self.shards, np.iinfo(np.int64).max)
+        result = np.full(len(self.order.starts) - 1, np.iinfo(np.int64).max)
         for ahead, start in ((1, 0), (0, done)):
             uses = self.order.next_uses(epoch + ahead, start)
             np.copyto(result, uses + ahead * used - done, where=(uses >= 0) & (uses < used))
