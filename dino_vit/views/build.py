@@ -18,7 +18,7 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import Size
 from dino_vit.core.distributed import agree, in_all_processes
 from dino_vit.data.image_set import ImageSet
-from dino_vit.data.images.decoded import DecodedImages, expected_bytes, has_room
+from dino_vit.data.images.decoded import DecodedImages, room_for
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.open import open_source
 from dino_vit.data.shards import Prefetch, RemoteShards
@@ -196,8 +196,7 @@ def decoded_bytes(
     if pixels.bits != 8 or not any(image.file_bytes for image in summary.images):
         return None
     sizes = [(image.height, image.width) for image in summary.images]
-    expected = expected_bytes(images, sizes, pixels.channels, scaled=scaled)
-    return expected if has_room(expected, workers=workers) else None
+    return room_for(images, sizes, pixels.channels, scaled=scaled, workers=workers)
 
 
 def keep_decoded(loader: Loader, summary: ImageSummary) -> str | None:
