@@ -263,3 +263,11 @@ def join_sets(titles: Sequence[str], parts: Sequence[ImageSet]) -> ImageSet:
         fingerprint=f"joined-{store.starts[-1]}-{digest[:16]}",
         stamp=None if None in stamps else "\0".join(map(str, stamps)),
     )
+
+
+def with_same_labels(*sets: ImageSet) -> list[ImageSet]:
+    """Return sets whose labels are numbered alike, as in one set of all."""
+    joined = join_sets([""] * len(sets), sets)
+    parts = np.split(joined.codes(), np.cumsum(list(map(len, sets)))[:-1])
+    labels = [replace(joined.labels, codes=codes.take) for codes in parts]
+    return [each.with_labels(own) for each, own in zip(sets, labels, strict=True)]
