@@ -287,13 +287,11 @@ def _parquet_entries(path: str, data: bytes) -> Iterator[Entry]:
     titles = parquet.read_schema(BufferReader(data)).names
     if not {"name", "label"} <= {*titles}:
         raise ValueError(f"{path} needs the columns name and label, but has {brief(', '.join(titles), 200)}")
-    others = [title for title in _OF_PREDICT if title in titles]
-    table = parquet.read_table(BufferReader(data), columns=["name", "label", *others]).to_pydict()
-    for number, (name, label) in enumerate(zip(table["name"], table["label"], strict=True)):
-        cells = {title: table[title][number] for title in others}
-        guess = cells.pop("guess", None)
-        texts = {title: "" if value is None else str(value) for title, value in cells.items()}
-        yield Entry(name, label, number + 1, guess=guess, **texts)
+    columns = [title for title in ("name", "label", *_OF_PREDICT) if title in titles]
+    rows = parquet.read_table(BufferReader(data), columns=columns).to_pylist()
+    for number, row in enumerate(rows, 1):
+        origin, confidence = ("" if cell is None else str(cell) for cell in map(row.get, _OF_PREDICT[:2]))
+        yield Entry(row["name"], row["label"], number, origin, confidence, row.get("guess"))
 
 
 def by_name(path: str, entries: Iterable[Entry]) -> dict[str, Entry]:
