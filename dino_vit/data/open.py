@@ -10,22 +10,18 @@ from pathlib import Path
 from dino_vit.config.objects import find, is_object
 from dino_vit.core import log
 from dino_vit.core.text import brief, did_you_mean, plural, public
-from dino_vit.data.catalogue import open_catalogued
 from dino_vit.data.image_set import UNLABELLED, ImageSet, join_sets
-from dino_vit.data.label_files import join_labels, open_list
 from dino_vit.data.labels import HELD_OUT, NO_LABELS, TRAIN
 from dino_vit.data.paths import BRACES, CATALOGUE, IMAGE_SUFFIXES, expand_braces, list_local, suffix_of
 from dino_vit.data.remote import ask, exists, is_folder, is_http, is_url, list_remote, local_path
-from dino_vit.data.stores.calls import open_array, wrap
 from dino_vit.data.stores.files import NoImages, open_files, open_folder
-from dino_vit.data.stores.ranges import ARCHIVES, open_archives
-from dino_vit.data.synthetic import make_textures
 
 ALLOWED = (
     "give a folder of images, an image, a pattern such as 'photos/*.jpg', a list (.txt, .csv, .tsv), "
     "uncompressed tar shards (such as 'shards/{000..010}.tar' or 'shards/*.tar'), a .zip, .parquet or .npy "
     "file, hf:OWNER/NAME, or synthetic[:LENGTH[:SIZE]]"
 )
+ARCHIVES = (".tar", ".zip")
 LISTS = (".txt", ".csv", ".tsv")
 # Of files beside which no catalogue is looked for, which costs a request for a remote one.
 UNCATALOGUED = (*IMAGE_SUFFIXES, *LISTS, ".parquet")
@@ -52,6 +48,8 @@ def open_source(
         raise ValueError("several=true is about a file of labels or a list of images (.csv, .tsv, .txt)")
     if isinstance(spec, str):
         if several and labels is None:
+            from dino_vit.data.label_files import open_list
+
             return open_list(local_path(spec), several=True)
         images = _open(local_path(spec))
     elif labels in (None, NO_LABELS):
@@ -66,6 +64,8 @@ def _with_labels(images: ImageSet, labels: str | Path | None, several: bool, set
     if labels == NO_LABELS:
         return replace(images, labels=UNLABELLED)
     if labels is not None:
+        from dino_vit.data.label_files import join_labels
+
         return join_labels(images, labels, several)
     if images.labels.of_folders and images.labels.names:
         names = brief(", ".join(images.labels.names), 100)
@@ -78,12 +78,17 @@ def has_cells(spec: str | Sequence[str], labels: str | Path | None) -> bool:
     return labels not in (None, NO_LABELS) or (isinstance(spec, str) and suffix_of(spec) in LISTS)
 
 
+# Modules of one kind of source are imported where it is opened.
+
+
 def _open(spec: str) -> ImageSet:
     kind, _, rest = spec.partition(":")
     if not os.path.exists(spec):  # a file may be called so
         if kind == "synthetic":
             return _open_synthetic(spec)
         if is_object(spec):
+            from dino_vit.data.stores.calls import wrap
+
             return wrap(find(spec))
         if kind == "hf":
             from dino_vit.data.stores.rows import open_hub
@@ -102,6 +107,8 @@ def _open(spec: str) -> ImageSet:
 
 
 def _open_synthetic(spec: str) -> ImageSet:
+    from dino_vit.data.synthetic import make_textures
+
     match = re.fullmatch(r"synthetic(?::(\d{1,18}))?(?::(\d{1,18}))?", spec)
     if not match:
         raise ValueError(f"{spec!r:.200} is not valid: write synthetic[:LENGTH[:SIZE]]")
@@ -119,6 +126,8 @@ def _open_catalogued(spec: str) -> ImageSet | None:
     folder, pattern = os.path.split(spec) if is_pattern else (spec.rstrip("/"), "")
     if not exists(os.path.join(folder, CATALOGUE)):
         return None
+    from dino_vit.data.catalogue import open_catalogued
+
     return open_catalogued(folder, pattern, lambda: archive_files(spec)[1])
 
 
@@ -160,6 +169,8 @@ def _open_files(spec: str, files: Sequence[str]) -> ImageSet:
         raise ValueError(f"{public(spec)!r} matches files of several kinds: {', '.join(sorted(suffixes))}.")
     (suffix,) = suffixes
     if suffix in ARCHIVES:
+        from dino_vit.data.stores.ranges import open_archives
+
         return open_archives(suffix, spec, files)
     if suffix == ".parquet":
         from dino_vit.data.stores.rows import open_parquet
@@ -170,7 +181,11 @@ def _open_files(spec: str, files: Sequence[str]) -> ImageSet:
     if len(files) > 1:
         raise ValueError(f"{public(spec)!r} matches {len(files)} {suffix} files: give one file of this kind")
     if suffix in LISTS:
+        from dino_vit.data.label_files import open_list
+
         return open_list(files[0])
+    from dino_vit.data.stores.calls import open_array
+
     return open_array(files[0])
 
 
