@@ -193,7 +193,7 @@ def _read(source: ImageSet, index: int, *, size: int | None, labelled: bool) -> 
     """Read an item, as it is or reduced, with its label."""
     try:
         item = read_item(source, index)
-        image = item if isinstance(item, Tensor) else decode(item, source.name(index))
+        image = decode(item, source.name(index))
     except UnreadableImage as error:
         return error
     # Values of more than 8 bits, alpha and further channels stay as they are: no lossy file holds them.

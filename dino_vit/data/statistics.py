@@ -168,7 +168,7 @@ def _measure_each(
 def _inspect(source: ImageSet, index: int, *, compared: Collection[int], max_pixels: int) -> ImageInfo:
     name, start = source.name(index), time.thread_time()  # other threads of this process take turns
     item = read_item(source, index, max_pixels)
-    image = item if isinstance(item, Tensor) else decode(item, name, max_pixels=max_pixels)
+    image = decode(item, name, max_pixels=max_pixels)
     seconds = time.thread_time() - start
     (channels, height, width), kind = image.shape[:3], kind_of(image)
     values = image.numpy()  # NumPy has min and max of more types than torch
@@ -176,7 +176,7 @@ def _inspect(source: ImageSet, index: int, *, compared: Collection[int], max_pix
     if not isfinite(low) or not isfinite(high):
         raise ValueError(NOT_FINITE)
     color = channels
-    if not isinstance(item, Tensor) and channels in (2, 4):
+    if channels in (2, 4):
         color = len(decode(item, name, alpha=False, max_pixels=max_pixels))
     return ImageInfo(
         index=index,
@@ -220,9 +220,8 @@ def channel_statistics(source: ImageSet, indices: Sequence[int], pixels: Pixels)
 def _image_statistics(source: ImageSet, index: int, *, pixels: Pixels) -> Tensor:
     """Return the mean, the mean square and the highest value of each channel, (3, C), in float64."""
     item, channel_pixels = read_item(source, index, pixels.max_pixels), replace(pixels, channels=1)
-    if not isinstance(item, Tensor):
-        item = decode(item, source.name(index), alpha=pixels.keeps_alpha, max_pixels=pixels.max_pixels)
-    image = pixels.with_channels(item)
+    image = decode(item, source.name(index), alpha=pixels.keeps_alpha, max_pixels=pixels.max_pixels)
+    image = pixels.with_channels(image)
     with taking_turns(image[0].numel()):  # and a channel at a time, as floats are larger
         moments = (_moments(channel_pixels.conform(channel[None])) for channel in image)
         return torch.stack([*moments], dim=1)
