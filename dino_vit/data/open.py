@@ -33,16 +33,12 @@ _SPLIT = re.compile(rf"(?<![a-z])({'|'.join((*TRAIN, *HELD_OUT))})(?![a-z])", re
 
 
 def open_source(
-    spec: str | Sequence[str],
-    labels: str | Path | None = None,
-    *,
-    several: bool = False,
-    setting: str = "labels",
+    spec: str | Sequence[str], labels: str | Path | None = None, *, several: bool = False
 ) -> ImageSet:
     """Open a set of images; `labels` is a file of labels by name that replace its own, or `none`.
 
     With `several`, a cell of that file, or of a list of images, has several labels, as in `sea;sky`.
-    Several sources become one table. `setting` is that of the labels, for messages.
+    Several sources become one table.
     """
     if several and not has_cells(spec, labels):
         raise ValueError("several=true is about a file of labels or a list of images (.csv, .tsv, .txt)")
@@ -55,11 +51,11 @@ def open_source(
     elif labels in (None, NO_LABELS):
         images = join_sets(spec, [_open(local_path(part)) for part in spec])
     else:
-        raise ValueError(f"{setting}={labels} is a file for one source; give one, or leave it out")
-    return _with_labels(images, labels, several, setting)
+        raise ValueError(f"the labels {labels} are for one source; give one, or leave them out")
+    return _with_labels(images, labels, several)
 
 
-def _with_labels(images: ImageSet, labels: str | Path | None, several: bool, setting: str) -> ImageSet:
+def _with_labels(images: ImageSet, labels: str | Path | None, several: bool) -> ImageSet:
     """Return images with the labels of a file, none, or their own; say if these are taken from folders."""
     if labels == NO_LABELS:
         return replace(images, labels=UNLABELLED)
@@ -69,7 +65,8 @@ def _with_labels(images: ImageSet, labels: str | Path | None, several: bool, set
         return join_labels(images, labels, several)
     if images.labels.of_folders and images.labels.names:
         names = brief(", ".join(images.labels.names), 100)
-        log.info("subfolders are taken as labels: %s (%s=none, if they are not)", names, setting)
+        advice = "if they are not: labels=none, in pretrain data.labels=none"
+        log.info("subfolders are taken as labels: %s (%s)", names, advice)
     return images
 
 

@@ -193,7 +193,7 @@ def _open_sets(config: LabelledConfig, blocks: int | None, source: ImageSet | No
     source, train = source or open_source(config.source, config.labels, several=several), None
     if config.train is not None:
         several = config.several and has_cells(config.train, config.train_labels)
-        train_source = open_source(config.train, config.train_labels, several=several, setting="train_labels")
+        train_source = open_source(config.train, config.train_labels, several=several)
         train = open_subset(config.train, train_source)
     images = open_subset(config.source, source)
     (images if train is None else train).require_two_classes()

@@ -92,9 +92,7 @@ def open_images(config: PretrainConfig) -> ImageSet:
     with in_all_processes():
         return agree(
             "images",
-            lambda: open_source(
-                data.source or data.images, data.labels, several=data.several, setting="data.labels"
-            ),
+            lambda: open_source(data.source or data.images, data.labels, several=data.several),
             ImageSet.describe,
         )
 
