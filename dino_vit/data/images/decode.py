@@ -50,7 +50,7 @@ def read_item(source: ImageSet, index: int, max_pixels: int = MAX_PIXELS) -> byt
         if (size := source.size(index)) > MOST_BYTES * max_pixels:
             raise ValueError(f"its {size:,} bytes are more than an image of data.max_pixels={max_pixels} has")
         return source.read(index)
-    except (OSError, ValueError, MemoryError) as error:
+    except (OSError, ValueError) as error:
         raise unreadable(source.name(index), error) from error
 
 
@@ -61,7 +61,7 @@ def decode_item(
     try:
         alpha, most = pixels.keeps_alpha, pixels.max_pixels
         return pixels.conform(decode(item, name, alpha=alpha, max_pixels=most, reduction=reduction))
-    except (OSError, ValueError, MemoryError) as error:
+    except (OSError, ValueError) as error:
         raise unreadable(name, error) from error
 
 
@@ -90,10 +90,8 @@ def from_given(image: object, pixels: Pixels = RGB) -> bytes | Tensor:
     )
 
 
-def unreadable(name: str, error: OSError | ValueError | MemoryError) -> UnreadableImage:
+def unreadable(name: str, error: OSError | ValueError) -> UnreadableImage:
     """Return the error of an image that its source cannot read."""
-    if isinstance(error, MemoryError):
-        return UnreadableImage(name, "there is not enough memory for it")
     return UnreadableImage(name, (isinstance(error, OSError) and error.strerror) or str(error))
 
 
