@@ -107,13 +107,6 @@ class ViewBoxes:
         return choose_boxes(self.views, self.box_draws, height=image.shape[1], width=image.shape[2])
 
 
-def interleave(image: Tensor) -> Tensor:
-    """Return an image (C, H, W) in channels-last memory if it is 8-bit RGB, which is resized faster then."""
-    if image.dtype != torch.uint8 or len(image) != 3:
-        return image
-    return image[None].contiguous(memory_format=torch.channels_last)[0]
-
-
 def crop_views(
     image: Tensor,
     boxes: NDArray[np.int64],

@@ -34,7 +34,7 @@ from dino_vit.data.images.pixels import RGB, Pixels
 from dino_vit.data.remote import raise_if_lost
 from dino_vit.data.shards import Prefetch
 from dino_vit.views.augment import draw_augment
-from dino_vit.views.geometry import View, ViewBoxes, crop_views, draw_box_numbers, interleave
+from dino_vit.views.geometry import View, ViewBoxes, crop_views, draw_box_numbers
 from dino_vit.views.masks import Masking, Masks, PatchDrop
 from dino_vit.views.sampler import BatchSpec, Sampler
 
@@ -196,7 +196,7 @@ class Loader(Dataset[Any]):
         for row, sample in enumerate(spec.samples.tolist()):
             read[row], image, crops = self._read(sample, box_draws[row], unreadable, times)
             with timed(times, "crop"):
-                image, boxes = interleave(image), crops.boxes(image)
+                boxes = crops.boxes(image)
                 for size, indices in self.by_size.items():
                     interpolation = self.views[indices[0]].interpolation
                     out = views[size][:, row]

@@ -262,11 +262,12 @@ def taking_turns(pixels: int) -> Iterator[None]:
 
 
 def _to_tensor(array: NDArray[Any]) -> Tensor:
-    """Return an array (H, W) or (H, W, C) of any byte order as a tensor (C, H, W)."""
-    native = array.astype(array.dtype.newbyteorder("="), copy=False)
-    if native.ndim == 2:
-        native = native[..., None]
-    return torch.from_numpy(np.ascontiguousarray(rearrange(native, "h w c -> c h w")))
+    """Return an array (H, W) or (H, W, C) of any byte order as a tensor (C, H, W).
+
+    Its channels lie side by side, as in JPEG: so an image is cropped and resized faster.
+    """
+    native = torch.from_numpy(np.array(array, array.dtype.newbyteorder("="), order="C"))
+    return rearrange(native if native.ndim == 3 else native[..., None], "h w c -> c h w")
 
 
 _CODESTREAM = b"\xff\x4f\xff\x51"  # of JPEG 2000, by itself or in a file with other parts
