@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite
-from statistics import mean, median
+from statistics import median
 from typing import Literal, TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from dino_vit.core.text import plural, progress
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import UnreadableImage, decode, listed, read_item, unreadable
 from dino_vit.data.images.formats import format_of, taking_turns
-from dino_vit.data.images.pixels import MAX_PIXELS, NOT_FINITE, Pixels, kind_of
+from dino_vit.data.images.pixels import MAX_PIXELS, NOT_FINITE, Pixels
 from dino_vit.data.remote import raise_if_lost
 
 T = TypeVar("T")
@@ -74,11 +74,6 @@ class ImageSummary:
     def image_size(self) -> int:
         """Return the shorter side of a typical image."""
         return int(median(min(image.height, image.width) for image in self.images))
-
-    @property
-    def seconds(self) -> float:
-        """Return what reading and decoding an image takes on average."""
-        return mean(image.seconds for image in self.images)
 
     @property
     def likeness(self) -> float:
@@ -170,7 +165,7 @@ def _inspect(source: ImageSet, index: int, *, compared: Collection[int], max_pix
     item = read_item(source, index, max_pixels)
     image = decode(item, name, max_pixels=max_pixels)
     seconds = time.thread_time() - start
-    (channels, height, width), kind = image.shape[:3], kind_of(image)
+    channels, height, width = image.shape
     values = image.numpy()  # NumPy has min and max of more types than torch
     low, high = float(values.min()), float(values.max())
     if not isfinite(low) or not isfinite(high):
@@ -186,7 +181,7 @@ def _inspect(source: ImageSet, index: int, *, compared: Collection[int], max_pix
         width=width,
         channels=color,
         alpha=color < channels,
-        kind=kind,
+        kind=str(image.dtype).removeprefix("torch."),
         low=low,
         high=high,
         layout=_layout(image) if index in compared else None,
