@@ -22,8 +22,8 @@ from torchvision.transforms import v2
 
 from benchmarks.measure import Table, arguments, compare, report
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.data.custom import wrap
 from dino_vit.data.images.decode import decode
+from dino_vit.data.stores.calls import wrap
 from dino_vit.views.build import build_augment, build_views
 from dino_vit.views.geometry import choose_boxes, draw_box_numbers
 from dino_vit.views.loader import Batch, Loader

@@ -181,6 +181,7 @@ def make_batch(config: PretrainConfig, device: torch.device) -> Batch:
         },
         augment={size: torch.empty(0) for size in counts},
         unreadable=(),
+        times={},
         masks=masks,
     )
 

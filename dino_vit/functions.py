@@ -10,7 +10,7 @@ command would print. Python shows a result as the command prints it; `verbose=Fa
 Results are written if `output` is given; if they cannot be, the error has the result as its `.result`.
 
 A source may be an object of your own: with a length and `read(i)`, or a `torch.utils.data.Dataset` of images
-(see `data/custom.py`); "augment.module" a module on batches of views from 0 to 1. What `pretrain` returns
+(`data/stores/calls.py`); "augment.module" a module on batches of views from 0 to 1. What `pretrain` returns
 is taken for weights.
 """
 
@@ -99,7 +99,7 @@ def _with_objects_named(settings: Mapping[str, Any]) -> dict[str, Any]:
         if key == MODULE:
             named[key] = pass_object(value, title_of(value))
         else:
-            from dino_vit.data.custom import names_sources, wrap  # import torch
+            from dino_vit.data.stores.calls import names_sources, wrap  # import torch
 
             if not names_sources(value):
                 source = wrap(value)

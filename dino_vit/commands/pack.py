@@ -36,12 +36,11 @@ from dino_vit.data.catalogue import Shard, index_shard, write_catalogue
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import UnreadableImage, decode, listed, read_item
 from dino_vit.data.images.formats import format_of
-from dino_vit.data.images.pixels import reduced_size
 from dino_vit.data.open import archive_files, check_one_set, open_source
 from dino_vit.data.paths import CATALOGUE, IMAGE_SUFFIXES
 from dino_vit.data.remote import local_path
 from dino_vit.data.stores.ranges import CLASS_NAMES
-from dino_vit.views.eval_transform import resize
+from dino_vit.views.pictures import resize_sides
 
 _BLOCK = 256  # items that are read at a time
 _QUALITY = 95
@@ -194,15 +193,14 @@ def _read(source: ImageSet, index: int, *, size: int | None, labelled: bool) -> 
     """Read an item, as it is or reduced, with its label."""
     try:
         item = read_item(source, index)
-        image = item if isinstance(item, Tensor) else decode(item, source.name(index))
+        image = decode(item, source.name(index))
     except UnreadableImage as error:
         return error
-    height, width = image.shape[1:]
-    smaller = reduced_size(height, width, size) if size else (height, width)
     # Values of more than 8 bits, alpha and further channels stay as they are: no lossy file holds them.
-    reduced = smaller != (height, width) and image.dtype == torch.uint8 and len(image) in (1, 3)
+    is_plain = image.dtype == torch.uint8 and len(image) in (1, 3)
+    reduced = size is not None and min(image.shape[1:]) > size and is_plain
     if reduced:
-        image = resize(image, smaller)
+        image = resize_sides(image, size, None)
     data = _encode(image, item) if reduced or isinstance(item, Tensor) else item
     name = _member_name(public(source.full_name(index)), data, labelled)
     return _Item(name, data, _label(source, index), reduced)

@@ -152,7 +152,9 @@ def to_arrow(values: NDArray[Any]) -> pa.Array:
 class CachedIndex(Index):
     """An index in one file, with unpacked images if there are some."""
 
-    file_signatures: NDArray[np.int64]  # only where the index was opened, not where it was unpickled
+    # Only where the index was opened, not where it was unpickled.
+    file_signatures: NDArray[np.int64]
+    stamp: str | None  # a digest of the files; None if their changes cannot be detected
 
     def __init__(self, data: pa.Buffer, path: Path) -> None:
         self.path = path
@@ -174,14 +176,6 @@ class CachedIndex(Index):
 
     def take(self, column: str, rows: NDArray[np.int64]) -> NDArray[Any]:
         return self.rows[column].take(rows)
-
-    @property
-    def stamp(self) -> str | None:
-        """Return a digest of the files, or None if their changes cannot be detected."""
-        size, version, _ = self.file_signatures.T
-        # Of some remote files no server tells whether they changed; they may even be as long.
-        undetected = ((size >= 0) & (version == UNKNOWN)).any()
-        return None if undetected else self.metadata["stamp"]
 
 
 def open_index(
@@ -222,6 +216,9 @@ def open_index(
     if index is None:
         raise StorageError(f"{path} cannot be read back")
     index.file_signatures = signatures
+    # Of some remote files no server tells whether they changed; they may even be as long.
+    undetected = ((signatures[:, 0] >= 0) & (signatures[:, 1] == UNKNOWN)).any()
+    index.stamp = None if undetected else stamp
     return index
 
 

@@ -16,7 +16,7 @@ from dino_vit.core import log
 from dino_vit.core.text import brief, did_you_mean, plural, printable, public, public_values
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.index import IndexContents, WriteImages, indexing, open_index
-from dino_vit.data.labels import LABEL_COLUMNS, ZERO_OR_ONE, encode_labels, is_label, parse_json
+from dino_vit.data.labels import LABEL_COLUMNS, encode_labels, is_label, parse_json
 from dino_vit.data.paths import IMAGE_SUFFIXES, folder_of, suffix_of
 from dino_vit.data.remote import PER_IMAGE_TIMEOUT_S, is_url, read_file
 from dino_vit.data.stores.files import Files, join_path
@@ -54,38 +54,36 @@ class Entry(NamedTuple):
 def read_entries(
     path: str, data: bytes, *, labels_needed: bool = False, several: bool = False
 ) -> Iterator[Entry]:
-    """Read a list: CSV or TSV with or without a header, or text with a path per line and possibly a label.
+    """Read a list of images, or labels by name, from text, CSV, TSV, JSON or Parquet.
 
     A table without a column of labels is an error if they are needed, otherwise a warning. With `several`, a
-    cell has several labels, as in `sea;sky`.
+    cell has several labels, as in `sea;sky`. An entry with another label than its guess was corrected.
     """
+    for entry in _parse(path, data, labels_needed):
+        label, has_guess = entry.label, entry.guess not in (None, "")
+        if isinstance(label, str) and any("\udc80" <= letter <= "\udcff" for letter in label):
+            # As Excel's plain CSV: a ü would be `\xfc`.
+            text = f"the label '{brief(printable(label), 100)}' is not in UTF-8"
+            raise ValueError(f"{path}, line {entry.line}: {text}; save it in UTF-8, in Excel as 'CSV UTF-8'")
+        is_guess = label == entry.guess if has_guess else entry.origin == GUESSED
+        if entry.origin in (GUESSED, UNSURE) and label not in (None, "") and not is_guess:
+            entry = entry._replace(origin=CORRECTED)
+        is_cell = several and label and isinstance(label, str)
+        yield entry._replace(label=label.split(SEPARATOR)) if is_cell else entry
+
+
+def _parse(path: str, data: bytes, labels_needed: bool) -> Iterator[Entry]:
+    if data.startswith(b"PAR1"):
+        return _parquet_entries(path, data)
+    if suffix_of(path) == ".json":
+        return _json_entries(path, data)
     if b"\0" in data:
         raise ValueError(f"{path} is not text in UTF-8, perhaps in UTF-16; save it in UTF-8.")
     # Spreadsheets begin a file with a byte order mark; names of files may hold any bytes.
     text = data.decode("utf-8-sig", errors="surrogateescape")
     if suffix_of(path) in _DELIMITERS:
-        entries = _table_entries(path, _rows(path, text), labels_needed)
-    else:
-        entries = _text_entries(text)
-    entries = _with_corrections(_in_unicode(path, entries))
-    return _split_cells(entries) if several else entries
-
-
-def _in_unicode(path: str, entries: Iterable[Entry]) -> Iterator[Entry]:
-    """Yield entries whose labels are text in UTF-8, as Excel's plain CSV is not: a ü would be `\\xfc`."""
-    for entry in entries:
-        if entry.label and any("\udc80" <= letter <= "\udcff" for letter in entry.label):
-            text = f"the label '{brief(printable(entry.label), 100)}' is not in UTF-8"
-            raise ValueError(f"{path}, line {entry.line}: {text}; save it in UTF-8, in Excel as 'CSV UTF-8'")
-        yield entry
-
-
-def _with_corrections(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """Yield entries of which those with another label than their guess were corrected."""
-    for entry in entries:
-        is_guess = entry.origin == GUESSED if entry.guess in (None, "") else entry.label == entry.guess
-        is_corrected = entry.origin in (GUESSED, UNSURE) and entry.label not in (None, "") and not is_guess
-        yield entry._replace(origin=CORRECTED) if is_corrected else entry
+        return _table_entries(path, _rows(path, text), labels_needed)
+    return _text_entries(text)
 
 
 def _text_entries(text: str) -> Iterator[Entry]:
@@ -94,13 +92,6 @@ def _text_entries(text: str) -> Iterator[Entry]:
         match = _LINE.fullmatch(line.rstrip()) or _TABBED.fullmatch(line)
         if match and line.strip():
             yield Entry(match[1], match[2] or None, number)
-
-
-def _split_cells(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """Yield the labels in a cell of text as a list; `;` has none."""
-    for entry in entries:
-        cell = entry.label
-        yield entry._replace(label=cell.split(SEPARATOR)) if cell and isinstance(cell, str) else entry
 
 
 def _rows(path: str, text: str) -> dict[int, list[str]]:
@@ -133,10 +124,14 @@ def _table_entries(path: str, lines: dict[int, list[str]], labels_needed: bool) 
         title = header[1 - name] if header else "label"
         is_name = title in PATH_COLUMNS and len(beside) == len(rows) - start
         label = None if is_name or not title else 1 - name
-    problem = _why_no_labels(rows, header, name) if label is None else ""
-    if problem and labels_needed:
-        raise ValueError(f"{path}: {problem}")
-    if problem:
+    if label is None and len(rows[0]) > 2:
+        first = brief(",".join(public_values(rows[0])), 200)
+        problem = (
+            f"no labels are read, as the first line names no column label: {first}. Write the names of "
+            "the columns there; several labels of an image are one cell, as in sea;sky, with several=true"
+        )
+        if labels_needed:
+            raise ValueError(f"{path}: {problem}")
         log.warning("%s: %s", path, problem)
     width, others = len(rows[0]), [_find_column(header, [title]) for title in _OF_PREDICT]
     for number, row in [*lines.items()][start:]:
@@ -147,22 +142,6 @@ def _table_entries(path: str, lines: dict[int, list[str]], labels_needed: bool) 
         text = "" if label is None else row[label]
         cells = ("" if at is None or at >= len(row) else row[at].strip() for at in others)
         yield Entry(row[name], text.strip() or None, number, *cells)
-
-
-def _why_no_labels(rows: list[list[str]], header: list[str], name: int) -> str:
-    """Say why no labels are read from a table without a column of that name."""
-    others = [at for at, title in enumerate(header) if at != name and title not in ("", *PATH_COLUMNS)]
-    values = {row[at].strip().lower() for row in rows[1:] for at in others if at < len(row)} - {"", "nan"}
-    if len(others) > 1 and values and values <= ZERO_OR_ONE:
-        titles = brief(", ".join(rows[0][at].strip() for at in others))
-        text = f"no labels are read from the columns {titles}, which have only 0 and 1"
-        return f"{text}; write the labels of an image in one column, as in sea;sky, and give several=true"
-    if len(rows[0]) <= 2:
-        return ""
-    if not header:
-        return "no labels are read, as no line names the columns; write one first, as in 'name,label'"
-    columns = brief(", ".join(rows[0]), 200)
-    return f"no labels are read, as its columns are {columns}; call one of them label in the first line"
 
 
 def _header(rows: list[list[str]]) -> list[str]:
@@ -281,17 +260,13 @@ def _examples(items: Sequence[object], form: str = "'%.200s'") -> str:
 
 
 def read_table(path: str, several: bool) -> dict[str, Entry]:
-    """Read a label for each name (as of `ImageSet.name`): from a JSON object, or a list as `read_entries`."""
+    """Read a label for each name (as of `ImageSet.name`)."""
     try:
         data, path = read_file(path), public(path)
     except FileNotFoundError:
         advice = did_you_mean(path, "; give a CSV or JSON file with a label for each image")
         raise ValueError(f"{path} does not exist{advice}") from None
-    if not data.startswith(b"PAR1") and suffix_of(path) != ".json":
-        return by_name(path, read_entries(path, data, labels_needed=True, several=several))
-    entries = _parquet_entries(path, data) if data.startswith(b"PAR1") else _json_entries(path, data)
-    entries = _with_corrections(entries)
-    return by_name(path, _split_cells(entries) if several else entries)
+    return by_name(path, read_entries(path, data, labels_needed=True, several=several))
 
 
 def _json_entries(path: str, data: bytes) -> Iterator[Entry]:
@@ -312,13 +287,11 @@ def _parquet_entries(path: str, data: bytes) -> Iterator[Entry]:
     titles = parquet.read_schema(BufferReader(data)).names
     if not {"name", "label"} <= {*titles}:
         raise ValueError(f"{path} needs the columns name and label, but has {brief(', '.join(titles), 200)}")
-    others = [title for title in _OF_PREDICT if title in titles]
-    table = parquet.read_table(BufferReader(data), columns=["name", "label", *others]).to_pydict()
-    for number, (name, label) in enumerate(zip(table["name"], table["label"], strict=True)):
-        cells = {title: table[title][number] for title in others}
-        guess = cells.pop("guess", None)
-        texts = {title: "" if value is None else str(value) for title, value in cells.items()}
-        yield Entry(name, label, number + 1, guess=guess, **texts)
+    columns = [title for title in ("name", "label", *_OF_PREDICT) if title in titles]
+    rows = parquet.read_table(BufferReader(data), columns=columns).to_pylist()
+    for number, row in enumerate(rows, 1):
+        origin, confidence = ("" if cell is None else str(cell) for cell in map(row.get, _OF_PREDICT[:2]))
+        yield Entry(row["name"], row["label"], number, origin, confidence, row.get("guess"))
 
 
 def by_name(path: str, entries: Iterable[Entry]) -> dict[str, Entry]:

@@ -243,11 +243,7 @@ def folder_of_name(name: bytes) -> bytes:
 def folder_columns(names: Sequence[bytes]) -> tuple[Labels, Column]:
     """Return classes and splits by the folders of paths."""
     given = list(map(folder_of_name, names))
-    different = sorted(set(given))
-    folders = Folders.of(different)
-    classes = encode_labels([folders.label(folder) for folder in different])
-    numbers = {folder: number for number, folder in enumerate(different)}
-    rows = np.array([numbers[folder] for folder in given], np.int64)
-    splits = np.array([folders.split(folder) for folder in different], np.int32)
-    labels = replace(classes, codes=classes.codes(rows).take, of_folders=True)
-    return labels, Column(splits.take(rows).take, folders.splits)
+    folders = Folders.of(set(given))
+    labels = encode_labels(list(map(folders.label, given)))
+    splits = np.array(list(map(folders.split, given)), np.int32)
+    return replace(labels, of_folders=True), Column(splits.take, folders.splits)

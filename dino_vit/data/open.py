@@ -10,7 +10,7 @@ from pathlib import Path
 from dino_vit.config.objects import find, is_object
 from dino_vit.core import log
 from dino_vit.core.text import brief, did_you_mean, plural, public
-from dino_vit.data.image_set import UNLABELLED, ImageSet
+from dino_vit.data.image_set import UNLABELLED, ImageSet, join_sets
 from dino_vit.data.labels import HELD_OUT, NO_LABELS, TRAIN
 from dino_vit.data.paths import BRACES, CATALOGUE, IMAGE_SUFFIXES, expand_braces, list_local, suffix_of
 from dino_vit.data.remote import ask, exists, is_folder, is_http, is_url, list_remote, local_path
@@ -21,7 +21,7 @@ ALLOWED = (
     "uncompressed tar shards (such as 'shards/{000..010}.tar' or 'shards/*.tar'), a .zip, .parquet or .npy "
     "file, hf:OWNER/NAME, or synthetic[:LENGTH[:SIZE]]"
 )
-ARCHIVE_SUFFIXES = (".tar", ".zip")
+ARCHIVES = (".tar", ".zip")
 LISTS = (".txt", ".csv", ".tsv")
 # Of files beside which no catalogue is looked for, which costs a request for a remote one.
 UNCATALOGUED = (*IMAGE_SUFFIXES, *LISTS, ".parquet")
@@ -33,16 +33,12 @@ _SPLIT = re.compile(rf"(?<![a-z])({'|'.join((*TRAIN, *HELD_OUT))})(?![a-z])", re
 
 
 def open_source(
-    spec: str | Sequence[str],
-    labels: str | Path | None = None,
-    *,
-    several: bool = False,
-    setting: str = "labels",
+    spec: str | Sequence[str], labels: str | Path | None = None, *, several: bool = False
 ) -> ImageSet:
     """Open a set of images; `labels` is a file of labels by name that replace its own, or `none`.
 
     With `several`, a cell of that file, or of a list of images, has several labels, as in `sea;sky`.
-    Several sources become one table. `setting` is that of the labels, for messages.
+    Several sources become one table.
     """
     if several and not has_cells(spec, labels):
         raise ValueError("several=true is about a file of labels or a list of images (.csv, .tsv, .txt)")
@@ -53,15 +49,13 @@ def open_source(
             return open_list(local_path(spec), several=True)
         images = _open(local_path(spec))
     elif labels in (None, NO_LABELS):
-        from dino_vit.data.joined import join_sets
-
         images = join_sets(spec, [_open(local_path(part)) for part in spec])
     else:
-        raise ValueError(f"{setting}={labels} is a file for one source; give one, or leave it out")
-    return _with_labels(images, labels, several, setting)
+        raise ValueError(f"the labels {labels} are for one source; give one, or leave them out")
+    return _with_labels(images, labels, several)
 
 
-def _with_labels(images: ImageSet, labels: str | Path | None, several: bool, setting: str) -> ImageSet:
+def _with_labels(images: ImageSet, labels: str | Path | None, several: bool) -> ImageSet:
     """Return images with the labels of a file, none, or their own; say if these are taken from folders."""
     if labels == NO_LABELS:
         return replace(images, labels=UNLABELLED)
@@ -71,7 +65,8 @@ def _with_labels(images: ImageSet, labels: str | Path | None, several: bool, set
         return join_labels(images, labels, several)
     if images.labels.of_folders and images.labels.names:
         names = brief(", ".join(images.labels.names), 100)
-        log.info("subfolders are taken as labels: %s (%s=none, if they are not)", names, setting)
+        advice = "if they are not: labels=none, in pretrain data.labels=none"
+        log.info("subfolders are taken as labels: %s (%s)", names, advice)
     return images
 
 
@@ -89,7 +84,7 @@ def _open(spec: str) -> ImageSet:
         if kind == "synthetic":
             return _open_synthetic(spec)
         if is_object(spec):
-            from dino_vit.data.custom import wrap
+            from dino_vit.data.stores.calls import wrap
 
             return wrap(find(spec))
         if kind == "hf":
@@ -98,7 +93,7 @@ def _open(spec: str) -> ImageSet:
             return open_hub(rest)
     if (images := _open_catalogued(spec)) is not None:
         return images
-    if is_http(spec) and suffix_of(spec) not in (*UNCATALOGUED, *ARCHIVE_SUFFIXES):
+    if is_http(spec) and suffix_of(spec) not in (*UNCATALOGUED, *ARCHIVES):
         raise ValueError(f"{public(spec)}: {_NO_LISTING}")
     if exists(spec):
         return _open_path(spec)
@@ -124,7 +119,7 @@ def _open_catalogued(spec: str) -> ImageSet | None:
         return None
     if suffix_of(spec) != os.path.splitext(spec)[1].lower():  # signed, as a file of its own
         return None
-    is_pattern = suffix_of(spec) in ARCHIVE_SUFFIXES and not os.path.isdir(spec)
+    is_pattern = suffix_of(spec) in ARCHIVES and not os.path.isdir(spec)
     folder, pattern = os.path.split(spec) if is_pattern else (spec.rstrip("/"), "")
     if not exists(os.path.join(folder, CATALOGUE)):
         return None
@@ -170,7 +165,7 @@ def _open_files(spec: str, files: Sequence[str]) -> ImageSet:
     if len(suffixes) > 1:
         raise ValueError(f"{public(spec)!r} matches files of several kinds: {', '.join(sorted(suffixes))}.")
     (suffix,) = suffixes
-    if suffix in ARCHIVE_SUFFIXES:
+    if suffix in ARCHIVES:
         from dino_vit.data.stores.ranges import open_archives
 
         return open_archives(suffix, spec, files)
@@ -195,14 +190,14 @@ def archive_files(spec: str) -> tuple[str, list[str]]:
     """Return the folder of some archives, given by it or by a pattern, and their paths in it."""
     spec = local_path(spec)
     folder, files = spec, list[str]()
-    if suffix_of(spec) not in ARCHIVE_SUFFIXES or os.path.isdir(spec):
+    if suffix_of(spec) not in ARCHIVES or os.path.isdir(spec):
         files = list(list_remote(spec) if is_url(spec) else list_local(spec)) if is_folder(spec) else []
     else:
         folder = os.path.dirname(spec)
         if glob.has_magic(folder) or BRACES.search(folder):
             raise ValueError(f"{public(spec)} is of several folders; give the folder that holds them")
         files = [path.removeprefix(folder).lstrip("/") for path in expand(spec)]
-    files = [file for file in files if suffix_of(file) in ARCHIVE_SUFFIXES]
+    files = [file for file in files if suffix_of(file) in ARCHIVES]
     if not files:
         raise ValueError(f"{public(spec)} has no tar or zip archives; give their folder or a pattern")
     return folder, files

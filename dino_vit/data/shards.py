@@ -11,9 +11,7 @@ import re
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from io import BufferedRandom
@@ -25,6 +23,7 @@ from numpy.typing import NDArray
 
 from dino_vit.core import log
 from dino_vit.core.cache import SHARDS, cache_folder
+from dino_vit.core.process import in_threads
 from dino_vit.core.text import brief, public
 from dino_vit.data.remote import (
     UNKNOWN,
@@ -182,8 +181,7 @@ class RemoteShards(Shards):
             os.pwrite(file.fileno(), data, start)
 
         self._check_unchanged(shard)
-        with ThreadPoolExecutor(REQUESTS) as pool:
-            deque(pool.map(download, range(0, size, PART)), maxlen=0)
+        in_threads(download, range(0, size, PART), threads=REQUESTS)
         self._check_unchanged(shard)
         stated = self.digest and self.digest(shard)
         if stated and stated != hashlib.file_digest(file, "sha256").hexdigest():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite
-from statistics import mean, median
+from statistics import median
 from typing import Literal, TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from dino_vit.core.text import plural, progress
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import UnreadableImage, decode, listed, read_item, unreadable
 from dino_vit.data.images.formats import format_of, taking_turns
-from dino_vit.data.images.pixels import MAX_PIXELS, NOT_FINITE, Pixels, kind_of
+from dino_vit.data.images.pixels import MAX_PIXELS, NOT_FINITE, Pixels
 from dino_vit.data.remote import raise_if_lost
 
 T = TypeVar("T")
@@ -74,11 +74,6 @@ class ImageSummary:
     def image_size(self) -> int:
         """Return the shorter side of a typical image."""
         return int(median(min(image.height, image.width) for image in self.images))
-
-    @property
-    def seconds(self) -> float:
-        """Return what reading and decoding an image takes on average."""
-        return mean(image.seconds for image in self.images)
 
     @property
     def likeness(self) -> float:
@@ -137,45 +132,47 @@ def inspect_images(source: ImageSet, indices: Sequence[int], *, max_pixels: int 
     """Inspect images without conversion; one of them must be readable."""
     # The layouts of all would take memory.
     compared = frozenset(indices[:: -(-len(indices) // MEASURED_IMAGES)])
-    inspect = partial(_inspect, source, compared=compared, max_pixels=max_pixels)
-    images, unreadable = _measure_each("Inspecting images", inspect, indices)
-    return ImageSummary(images=images, unreadable=unreadable)
+    inspect = partial(_inspect, compared=compared, max_pixels=max_pixels)
+    images, failed = _measure_each("Inspecting images", inspect, source, indices)
+    return ImageSummary(images=images, unreadable=failed)
 
 
 def _measure_each(
-    title: str, measure: Callable[[int], T | UnreadableImage], indices: Sequence[int]
+    title: str, measure: Callable[[ImageSet, int], T], source: ImageSet, indices: Sequence[int]
 ) -> tuple[list[T], list[UnreadableImage]]:
     """Return what is measured of images, and those that cannot be read; one of them must be readable."""
+
+    def attempt(index: int) -> T | UnreadableImage:
+        try:
+            return measure(source, index)
+        except UnreadableImage as error:
+            return error
+        except ValueError as error:
+            return unreadable(source.name(index), error)
+
     with progress(title, len(indices)) as advance:
-        results = in_threads(measure, indices, lambda _: advance(1), _THREADS)
-    unreadable = [result for result in results if isinstance(result, UnreadableImage)]
+        results = in_threads(attempt, indices, lambda _: advance(1), _THREADS)
+    failed = [result for result in results if isinstance(result, UnreadableImage)]
     measured = [result for result in results if not isinstance(result, UnreadableImage)]
     if not measured:
-        raise_if_lost(unreadable[0])
-        raise ValueError(f"none of {plural(len(indices), 'image')} can be used, such as {unreadable[0]}")
-    return measured, unreadable
+        raise_if_lost(failed[0])
+        raise ValueError(f"none of {plural(len(indices), 'image')} can be used, such as {failed[0]}")
+    return measured, failed
 
 
-def _inspect(
-    source: ImageSet, index: int, *, compared: Collection[int], max_pixels: int
-) -> ImageInfo | UnreadableImage:
-    name = source.name(index)
-    try:
-        start = time.thread_time()  # other threads of this process take turns
-        item = read_item(source, index, max_pixels)
-        image = item if isinstance(item, Tensor) else decode(item, name, max_pixels=max_pixels)
-        seconds = time.thread_time() - start
-        (channels, height, width), kind = image.shape[:3], kind_of(image)
-        values = image.numpy()  # NumPy has min and max of more types than torch
-        low, high = float(values.min()), float(values.max())
-        layout = _layout(image) if index in compared and isfinite(low) and isfinite(high) else None
-        color = channels
-        if not isinstance(item, Tensor) and channels in (2, 4):
-            color = len(decode(item, name, alpha=False, max_pixels=max_pixels))
-    except UnreadableImage as error:
-        return error
+def _inspect(source: ImageSet, index: int, *, compared: Collection[int], max_pixels: int) -> ImageInfo:
+    name, start = source.name(index), time.thread_time()  # other threads of this process take turns
+    item = read_item(source, index, max_pixels)
+    image = decode(item, name, max_pixels=max_pixels)
+    seconds = time.thread_time() - start
+    channels, height, width = image.shape
+    values = image.numpy()  # NumPy has min and max of more types than torch
+    low, high = float(values.min()), float(values.max())
     if not isfinite(low) or not isfinite(high):
-        return UnreadableImage(name, NOT_FINITE)
+        raise ValueError(NOT_FINITE)
+    color = channels
+    if channels in (2, 4):
+        color = len(decode(item, name, alpha=False, max_pixels=max_pixels))
     return ImageInfo(
         index=index,
         format="array" if isinstance(item, Tensor) else format_of(item),
@@ -184,10 +181,10 @@ def _inspect(
         width=width,
         channels=color,
         alpha=color < channels,
-        kind=kind,
+        kind=str(image.dtype).removeprefix("torch."),
         low=low,
         high=high,
-        layout=layout,
+        layout=_layout(image) if index in compared else None,
         seconds=seconds,
     )
 
@@ -205,8 +202,8 @@ def _layout(image: Tensor) -> Tensor | None:
 
 def channel_statistics(source: ImageSet, indices: Sequence[int], pixels: Pixels) -> ChannelStatistics:
     """Measure mean and std of images as they are trained on."""
-    measure = partial(_image_statistics, source, pixels)
-    moments, _ = _measure_each("Measuring mean and std", measure, indices)
+    measure = partial(_image_statistics, pixels=pixels)
+    moments, _ = _measure_each("Measuring mean and std", measure, source, indices)
     stacked = torch.stack(moments)
     mean, square, _ = stacked.mean(dim=0)
     std = (square - mean**2).clamp_min(0).sqrt()
@@ -215,21 +212,14 @@ def channel_statistics(source: ImageSet, indices: Sequence[int], pixels: Pixels)
     )
 
 
-def _image_statistics(source: ImageSet, pixels: Pixels, index: int) -> Tensor | UnreadableImage:
+def _image_statistics(source: ImageSet, index: int, *, pixels: Pixels) -> Tensor:
     """Return the mean, the mean square and the highest value of each channel, (3, C), in float64."""
-    name, channel_pixels = source.name(index), replace(pixels, channels=1)
-    try:
-        item = read_item(source, index, pixels.max_pixels)
-        if not isinstance(item, Tensor):
-            item = decode(item, name, alpha=pixels.keeps_alpha, max_pixels=pixels.max_pixels)
-        image = pixels.with_channels(item)
-        with taking_turns(image[0].numel()):  # and a channel at a time, as floats are larger
-            moments = (_moments(channel_pixels.conform(channel[None])) for channel in image)
-            return torch.stack([*moments], dim=1)
-    except UnreadableImage as error:
-        return error
-    except ValueError as error:
-        return unreadable(name, error)
+    item, channel_pixels = read_item(source, index, pixels.max_pixels), replace(pixels, channels=1)
+    image = decode(item, source.name(index), alpha=pixels.keeps_alpha, max_pixels=pixels.max_pixels)
+    image = pixels.with_channels(image)
+    with taking_turns(image[0].numel()):  # and a channel at a time, as floats are larger
+        moments = (_moments(channel_pixels.conform(channel[None])) for channel in image)
+        return torch.stack([*moments], dim=1)
 
 
 def _moments(values: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from dino_vit.config.settings import Task
 from dino_vit.core import log
 from dino_vit.core.distributed import agree
 from dino_vit.core.text import brief, plural, public
-from dino_vit.data.image_set import ImageSet
+from dino_vit.data.image_set import ImageSet, with_same_labels
 from dino_vit.data.labels import HELD_OUT, TRAIN
 from dino_vit.data.open import has_cells, open_source
 from dino_vit.eval.holdout import choose_folds, find_runs, numbers_of, series_of
@@ -95,27 +95,6 @@ class LabelledSubset:
             given = f"{self.name} has several"
             raise ValueError(f"{what} needs one class for each image; {given}")
 
-    def with_columns(self, names: Sequence[str]) -> "LabelledSubset":
-        """Order the labels by these names; labels that it has not are of no image."""
-        targets = np.zeros((len(self), len(names)), np.float32)
-        targets[:, [names.index(name) for name in self.classes]] = self.targets
-        return replace(self, targets=targets, classes=tuple(names))
-
-    def with_classes_of(self, train: "LabelledSubset") -> "LabelledSubset":
-        """Number the classes as the training set does, matched by name.
-
-        Two folders need not have the same classes, so equal numbers need not be equal classes.
-        """
-        number = {train.classes[target]: int(target) for target in np.unique(train.targets)}
-        present = [self.classes[target] for target in np.unique(self.targets)]
-        if unknown := [name for name in present if name not in number]:
-            raise ValueError(
-                f"{self.name} has classes that are not among the {len(number)} of the training set: "
-                f"{brief(', '.join(unknown), 200)}. They are matched by name"
-            )
-        numbers = np.array([number.get(name, -1) for name in self.classes], dtype=np.int64)
-        return replace(self, targets=numbers[self.targets], classes=train.classes)
-
 
 Sets = tuple[LabelledSubset, LabelledSubset]  # the images to learn from, and those to judge by
 
@@ -181,12 +160,14 @@ def images_to_label(name: str, source: ImageSet, learned: LabelledSubset) -> Lab
     return LabelledSubset(name, source, rows, np.full(len(rows), -1), learned.classes, learned.task)
 
 
-def _with_same_names(train: LabelledSubset, val: LabelledSubset) -> Sets:
-    """Return both with the same numbers for the same names of classes or labels."""
-    if val.task == "multiclass":
-        return train, val.with_classes_of(train)
-    names = (*train.classes, *sorted({*val.classes} - {*train.classes}))
-    return train.with_columns(names), val.with_columns(names)
+def check_classes(train: LabelledSubset, val: LabelledSubset) -> None:
+    """Raise an error if images to judge by have a class that none of those to learn from has."""
+    if train.task == "multilabel":
+        return
+    known = np.unique(train.targets)
+    if unknown := [val.classes[code] for code in np.setdiff1d(val.targets, known).tolist()]:
+        text = f"{val.name} has classes that are not among the {len(known)} of the training set"
+        raise ValueError(f"{text}: {brief(', '.join(unknown), 200)}. They are matched by name")
 
 
 def open_sets(config: LabelledConfig, blocks: int | None = VAL_SHARE, source: ImageSet | None = None) -> Sets:
@@ -212,12 +193,13 @@ def _open_sets(config: LabelledConfig, blocks: int | None, source: ImageSet | No
     source, train = source or open_source(config.source, config.labels, several=several), None
     if config.train is not None:
         several = config.several and has_cells(config.train, config.train_labels)
-        train_source = open_source(config.train, config.train_labels, several=several, setting="train_labels")
-        if {source.labels.task, train_source.labels.task} == {"multiclass", "multilabel"}:
-            source, train_source = (each.with_sets() for each in (source, train_source))
+        train_source = open_source(config.train, config.train_labels, several=several)
         train = open_subset(config.train, train_source)
     images = open_subset(config.source, source)
     (images if train is None else train).require_two_classes()
+    if train is not None:
+        sources = with_same_labels(train.source, source)
+        train, images = map(labelled_subset, (train.name, images.name), sources)
     splits = choose_splits(source) if train is None else None
     if splits:
         log.info("%s", describe_use(source, *splits, images.name))
@@ -227,7 +209,7 @@ def _open_sets(config: LabelledConfig, blocks: int | None, source: ImageSet | No
     if is_given or splits:
         name = f"train={train.name}" if is_given else train.name
         refuse_same_images(val.name, val.images, name, train.images)
-        return _with_same_names(train, val)
+        check_classes(train, val)
     return train, val
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -130,7 +131,7 @@ def image_facts(source: ImageSet, summary: ImageSummary) -> ImageFacts:
     return ImageFacts(
         count=len(source),
         size=summary.image_size,
-        seconds=summary.seconds,
+        seconds=mean(image.seconds for image in summary.images),
         channels=summary.channels,
         readable_channels=frozenset(
             channels

@@ -14,8 +14,8 @@ from dino_vit.config.facts import BlockTimes, Speed
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.distributed import wait_for_device, world_size
 from dino_vit.core.runtime import DTYPES, choose_precision, cores_of_a_process
-from dino_vit.data.custom import wrap
 from dino_vit.data.statistics import ImageSummary
+from dino_vit.data.stores.calls import wrap
 from dino_vit.method.terms.edges import AROUND, edge_loss, edges_around
 from dino_vit.models.sequences import Sequences
 from dino_vit.models.stems import ConvStem, PatchStem

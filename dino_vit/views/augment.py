@@ -28,7 +28,6 @@ from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.data.images.pixels import unit_scale
 
 Operation = Callable[[Tensor, Tensor], object]
-Jitter = tuple[bool, NDArray[np.bool_], list[NDArray[np.float32]]]  # of one step of `JITTERS`
 Step = tuple[Operation, NDArray[np.int64], NDArray[np.float32]]  # indices (m,) of images, parameters (k, m)
 
 # Brightness, contrast and saturation blend an image with a grey, so images of any order of the four jitter
@@ -160,30 +159,21 @@ class Augment(nn.Module):
     def _steps(self, rows: NDArray[np.float32], height: int, width: int) -> Iterator[Step]:
         """Yield the operations in order, each with the images that it applies to and its parameters."""
         on = rows.T > 0
-
-        def step(operation: Operation, images: NDArray[np.bool_], *own: NDArray[np.float32]) -> Step:
-            return operation, images.nonzero()[0], np.array([values[images] for values in own], np.float32)
-
-        yield step(partial(_flip_, dim=-1), on[Column.FLIP])
-        yield step(partial(_flip_, dim=-2), on[Column.VERTICAL_FLIP])
+        yield _step(partial(_flip_, dim=-1), on[Column.FLIP])
+        yield _step(partial(_flip_, dim=-2), on[Column.VERTICAL_FLIP])
         angle, turn = rows[:, Column.ROTATION] % 360, 90 if height == width else 180
         for exact in range(turn, 360, turn):
-            yield step(partial(_turn_, quarters=exact // 90), angle == exact)
+            yield _step(partial(_turn_, quarters=exact // 90), angle == exact)
         radians = np.radians(angle, dtype=np.float64)
-        yield step(_rotate_, angle % turn != 0, np.cos(radians), np.sin(radians))
-        for is_hue, chosen, own in self._jitters(rows):
-            if is_hue:
-                yield step(self.hue, chosen, *own)
-            elif chosen.any():  # those of other images change nothing
-                yield step(_blend_, np.ones(len(rows), bool), *own)
+        yield _step(_rotate_, angle % turn != 0, np.cos(radians), np.sin(radians))
+        yield from self._jitters(rows)
         if self.colour:
-            yield step(_grey_, on[Column.GREY])
+            yield _step(_grey_, on[Column.GREY])
         blurred, reach = on[Column.SIGMA], min(height, width) - 1
         yield _blur_, blurred.nonzero()[0], _gaussian(rows[blurred, Column.SIGMA], self.sigma_max, reach)
-        yield step(_solarise_, on[Column.SOLARISE])
+        yield _step(_solarise_, on[Column.SOLARISE])
 
-    def _jitters(self, rows: NDArray[np.float32]) -> Iterator[Jitter]:
-        """Yield of each step of `JITTERS` whether it shifts the hue, the images, and the numbers of all."""
+    def _jitters(self, rows: NDArray[np.float32]) -> Iterator[Step]:
         in_steps = _IN_STEPS[rows[:, Column.ORDER].astype(int)]
         in_steps[rows[:, Column.JITTER] <= 0] = _NOTHING
         if not self.colour:
@@ -191,11 +181,15 @@ class Augment(nn.Module):
         factors = rows[:, Column.BRIGHTNESS : Column.HUE].T
         for number, is_hue in zip(in_steps.T, JITTERS, strict=True):
             if is_hue:
-                yield True, number == _HUE, [rows[:, Column.HUE]]
-            else:
+                yield _step(self.hue, number == _HUE, rows[:, Column.HUE])
+            elif (number < _NOTHING).any():  # a blend of other images changes nothing
                 factor = np.select([number == kind for kind in range(_HUE)], list(factors), 1.0)
                 greys = [(1 - factor) * (number == kind) for kind in (_SATURATION, _CONTRAST)]
-                yield False, number < _NOTHING, [factor, *greys]
+                yield _step(_blend_, np.ones(len(rows), bool), factor, *greys)
+
+
+def _step(operation: Operation, images: NDArray[np.bool_], *own: NDArray[np.float32]) -> Step:
+    return operation, images.nonzero()[0], np.array([values[images] for values in own], np.float32)
 
 
 def _on_device(parts: Sequence[NDArray[Any]], device: torch.device) -> Sequence[Tensor]:

@@ -18,7 +18,7 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import Size
 from dino_vit.core.distributed import agree, in_all_processes
 from dino_vit.data.image_set import ImageSet
-from dino_vit.data.images.decoded import DecodedImages, expected_bytes, has_room
+from dino_vit.data.images.decoded import DecodedImages, room_for
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.open import open_source
 from dino_vit.data.shards import Prefetch, RemoteShards
@@ -42,7 +42,8 @@ ROOM = 0.9  # of the disk of data.cache, at most: checkpoints may lie there too
 
 def build_views(config: PretrainConfig) -> tuple[View, ...]:
     """Return the views of an image, global ones first."""
-    views, augment, times = config.views, config.augment, _enlargement(config)
+    views, augment = config.views, config.augment
+    times = config.gram.scale if config.gram else 1  # an earlier teacher sees the global views larger
     common = augment.model_dump(exclude={"rotation", "blur", "blur_sigma", "solarise", "module"})
     narrow, wide = augment.blur_sigma
     first, other, local = (
@@ -71,11 +72,6 @@ def rotated(augment: ViewAugment, degrees: float, size: Size) -> ViewAugment:
     return replace(augment, turn=90 if height == width else 180)
 
 
-def _enlargement(config: PretrainConfig) -> int:
-    """Return how much larger the global views are made than the networks see them, for an earlier teacher."""
-    return config.gram.scale if config.gram else 1
-
-
 def build_pixels(config: PretrainConfig) -> Pixels:
     """Return what images are converted to; 8 bits while `data.bits` is not resolved."""
     data = config.data
@@ -96,9 +92,7 @@ def open_images(config: PretrainConfig) -> ImageSet:
     with in_all_processes():
         return agree(
             "images",
-            lambda: open_source(
-                data.source or data.images, data.labels, several=data.several, setting="data.labels"
-            ),
+            lambda: open_source(data.source or data.images, data.labels, several=data.several),
             ImageSet.describe,
         )
 
@@ -112,7 +106,7 @@ def build_augment(
     if augment.module:
         module: Any = find(augment.module)
         return CustomAugment(module, mean=mean, std=std)
-    sigma_max = _enlargement(config) * augment.blur_sigma[1]
+    sigma_max = (config.gram.scale if config.gram else 1) * augment.blur_sigma[1]
     return Augment(mean=mean, std=std, sigma_max=sigma_max, hue_max=augment.hue)
 
 
@@ -200,8 +194,7 @@ def decoded_bytes(
     if pixels.bits != 8 or not any(image.file_bytes for image in summary.images):
         return None
     sizes = [(image.height, image.width) for image in summary.images]
-    expected = expected_bytes(images, sizes, pixels.channels, scaled=scaled)
-    return expected if has_room(expected, workers=workers) else None
+    return room_for(images, sizes, pixels.channels, scaled=scaled, workers=workers)
 
 
 def keep_decoded(loader: Loader, summary: ImageSummary) -> str | None:
@@ -239,27 +232,24 @@ def build_prefetch(
     room = disk_usage(shards.folder).free + shards.copied_bytes()
     shards.limit = min(data.cache_gb * 1e9, ROOM * room)
     limit = shards.limit / sources
-    order = sampler.build_order()
-    span = order.span if isinstance(order, WindowOrder) else None
+    # One process of a host makes copies.
+    order, is_other = sampler.build_order(), int(os.environ.get("LOCAL_RANK", "0")) > 0
     sizes = np.sort(shards.sizes)[::-1]
-    if span is None and sizes.sum() > limit:
-        return None
+    if not isinstance(order, WindowOrder):
+        fits = sizes.sum() <= limit  # or none: each may be needed at any time
+        return Prefetch(shards, lambda _: np.zeros_like(sizes), 1, limit) if fits and not is_other else None
     needed = sizes[: data.window + 2].sum()
-    if data.order == "window" and needed > limit:
+    if needed > limit:
         raise ValueError(
             f"data.window={data.window} mixes shards of {needed / 1e9:.2g} GB at a time, more than "
             f"data.cache_gb={data.cache_gb:g} and the disk of {shards.folder} allow: give a larger cache or "
             "a smaller window (or data.cache_gb=0, which requests each image by itself)"
         )
-    if int(os.environ.get("LOCAL_RANK", "0")) > 0:  # one process of a host makes copies
-        return None
-    ahead = 2 * sampler.length
-    if span is not None:
-        # Half a window beyond what workers read ahead: a run that is stopped has fetched little in vain.
-        batches = choose_workers(data.workers, sampler.world_size) * PREFETCH + 1
-        ahead = span // 2 + ceil(batches / sampler.accumulate) * sampler.global_batch
-    uses = ShardUses(sampler, len(shards.sizes), first)
-    return Prefetch(shards, uses.next, ahead, limit)
+    # Half a window beyond what workers read ahead: a run that is stopped has fetched little in vain.
+    batches = choose_workers(data.workers, sampler.world_size) * PREFETCH + 1
+    ahead = order.span // 2 + ceil(batches / sampler.accumulate) * sampler.global_batch
+    uses = ShardUses(sampler, order, len(shards.sizes), first)
+    return None if is_other else Prefetch(shards, uses.next, ahead, limit)
 
 
 def make_views(

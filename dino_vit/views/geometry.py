@@ -72,13 +72,6 @@ def _first_box(
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-def reduce_boxes(boxes: NDArray[np.int64], factor: int) -> NDArray[np.int64]:
-    """Return the boxes in an image that was reduced, rounded to its pixels."""
-    start = (boxes[:, :2] + factor // 2) // factor
-    end = (boxes[:, :2] + boxes[:, 2:] + factor // 2) // factor
-    return np.concatenate([start, end - start], axis=1)
-
-
 class ViewBoxes:
     """The boxes of an image's views, and how far it may be reduced while it is decoded."""
 
@@ -99,7 +92,9 @@ class ViewBoxes:
         for factor in REDUCTIONS:
             if ((sizes - 1) * factor >= boxes[:, 2:]).any():  # too small, however it is rounded
                 continue
-            reduced = reduce_boxes(boxes, factor)
+            start = (boxes[:, :2] + factor // 2) // factor  # rounded to its pixels
+            end = (boxes[:, :2] + boxes[:, 2:] + factor // 2) // factor
+            reduced = np.concatenate([start, end - start], axis=1)
             if (reduced[:, 2:] >= sizes).all():
                 self.factor, self._reduced = factor, reduced
                 break
@@ -110,13 +105,6 @@ class ViewBoxes:
         if self._reduced is not None:
             return self._reduced
         return choose_boxes(self.views, self.box_draws, height=image.shape[1], width=image.shape[2])
-
-
-def interleave(image: Tensor) -> Tensor:
-    """Return an image (C, H, W) in channels-last memory if it is 8-bit RGB, which is resized faster then."""
-    if image.dtype != torch.uint8 or len(image) != 3:
-        return image
-    return image[None].contiguous(memory_format=torch.channels_last)[0]
 
 
 def crop_views(

@@ -8,13 +8,13 @@ import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from traceback import clear_frames
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from dino_vit.data.images.pixels import RGB, Pixels
 from dino_vit.data.remote import raise_if_lost
 from dino_vit.data.shards import Prefetch
 from dino_vit.views.augment import draw_augment
-from dino_vit.views.geometry import View, ViewBoxes, crop_views, draw_box_numbers, interleave
+from dino_vit.views.geometry import View, ViewBoxes, crop_views, draw_box_numbers
 from dino_vit.views.masks import Masking, Masks, PatchDrop
 from dino_vit.views.sampler import BatchSpec, Sampler
 
@@ -82,9 +82,11 @@ def timed(times: dict[str, float], part: str) -> Iterator[None]:
         times[part] += time.perf_counter() - start
 
 
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """One process's views of a step, by size, view-major: the first view of all images, then the second."""
+class Batch(NamedTuple):
+    """One process's views of a step, by size, view-major: the first view of all images, then the second.
+
+    The DataLoader pins the tensors of such a tuple.
+    """
 
     epoch: int
     step: int  # within the epoch
@@ -92,10 +94,10 @@ class Batch:
     read: Tensor  # (images,), the indices that were read: a replacement for each unreadable image
     views: dict[Size, Tensor]  # (views · images, C, h, w): uint8, or float32 if deeper
     augment: dict[Size, Tensor]  # float32 (views · images, columns)
-    unreadable: tuple[UnreadableImage, ...]  # the images that were replaced
+    unreadable: Sequence[UnreadableImage]  # the images that were replaced
+    times: dict[str, float]  # seconds, by what was done with the images
     masks: Masks | None = None  # of the global views, view by view
     kept: Tensor | None = None  # int64 (global views · images, kept): the patches that the student sees
-    times: dict[str, float] = field(default_factory=dict)  # seconds, by what was done with the images
 
     def share_memory(self) -> "Batch":
         """Move the tensors to shared memory, and return the batch."""
@@ -103,16 +105,6 @@ class Batch:
         for tensor in tensors if self.kept is None else (*tensors, self.kept):
             tensor.share_memory_()
         return self
-
-    def pin_memory(self) -> "Batch":
-        """Return a copy in pinned memory (the DataLoader calls this)."""
-        return replace(
-            self,
-            views={size: tensor.pin_memory() for size, tensor in self.views.items()},
-            augment={size: tensor.pin_memory() for size, tensor in self.augment.items()},
-            masks=self.masks and self.masks.pin_memory(),
-            kept=None if self.kept is None else self.kept.pin_memory(),
-        )
 
 
 @dataclass(kw_only=True, eq=False)
@@ -204,7 +196,7 @@ class Loader(Dataset[Any]):
         for row, sample in enumerate(spec.samples.tolist()):
             read[row], image, crops = self._read(sample, box_draws[row], unreadable, times)
             with timed(times, "crop"):
-                image, boxes = interleave(image), crops.boxes(image)
+                boxes = crops.boxes(image)
                 for size, indices in self.by_size.items():
                     interpolation = self.views[indices[0]].interpolation
                     out = views[size][:, row]
@@ -221,10 +213,10 @@ class Loader(Dataset[Any]):
                 size: torch.from_numpy(rearrange(rows[:, indices], "b v f -> (v b) f"))
                 for size, indices in self.by_size.items()
             },
-            unreadable=tuple(unreadable),
+            unreadable=unreadable,
+            times=dict(times),
             masks=self.masking.draw(*place) if self.masking else None,
             kept=self.patch_drop.draw(*place) if self.patch_drop else None,
-            times=times,
         )
 
     def _read(

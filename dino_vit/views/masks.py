@@ -37,10 +37,6 @@ class Masks(NamedTuple):
         """Return the masks on a device, which the host does not wait for."""
         return Masks(*(part.to(device, non_blocking=True) for part in self))
 
-    def pin_memory(self) -> "Masks":
-        """Return the masks in pinned memory."""
-        return Masks(*(part.pin_memory() for part in self))
-
 
 @dataclass(frozen=True, kw_only=True)
 class PatchDrop:

@@ -96,7 +96,8 @@ def draw_sheet(rows: Sequence[Sequence[Tensor]], *, names: Sequence[str], titles
     """Return a PNG of rows of pictures, with their names at the left and the titles of columns on top."""
     from matplotlib.figure import Figure
 
-    heights = [max(map(_height, row)) for row in rows]
+    shares = [max(min(1.0, picture.shape[1] / picture.shape[2]) for picture in row) for row in rows]
+    heights = [_PANEL_INCHES * share for share in shares]
     size = 1.03 * _PANEL_INCHES * len(titles) + 0.25, 1.03 * sum(heights) + 0.04 * len(rows) + 0.25
     figure = Figure(figsize=size, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.015, h_pad=0.015, wspace=0, hspace=0)  # type: ignore[union-attr,call-arg]
@@ -119,10 +120,6 @@ def draw_sheet(rows: Sequence[Sequence[Tensor]], *, names: Sequence[str], titles
 def shorten(name: str, length: int = 22) -> str:
     """Return the end of a name that is too long to show."""
     return name if len(name) <= length else f"…{name[1 - length :]}"
-
-
-def _height(picture: Tensor) -> float:
-    return _PANEL_INCHES * min(1.0, picture.shape[1] / picture.shape[2])
 
 
 TILE_SIDE = 192  # pixels of a picture in a row

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,25 +15,15 @@ BLOCK = 2**18  # images, at least, that a window order draws at a time
 
 
 class GlobalOrder:
-    """A permutation of all images.
-
-    Like every order it draws any part of an epoch by itself, and tells when each shard is needed.
-    """
+    """A permutation of all images. Like the other order it draws any part of an epoch by itself."""
 
     def __init__(self, length: int, seed: int) -> None:
         self.length, self.seed = length, seed
         self._order = lru_cache(1)(self._draw)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return GlobalOrder, (self.length, self.seed)
-
     def take(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
         """Return the images at the positions from `start` to `stop` of an epoch."""
         return self._order(epoch)[start:stop]
-
-    def next_uses(self, epoch: int, start: int) -> NDArray[np.int64]:
-        """Return about at which position from `start` on an epoch first needs each shard; −1: at none."""
-        return np.array([start])  # of any shard
 
     def _draw(self, epoch: int) -> NDArray[np.int64]:
         # SplitMix64 is one-to-one, so there are no ties that a sort could break.
@@ -57,7 +47,7 @@ class WindowOrder:
 
     def __init__(self, starts: NDArray[np.int64], seed: int, window: int) -> None:
         """`starts`: where the images of each shard begin, and the number of all."""
-        self.starts, self.seed, self.window, self.length = starts, seed, window, int(starts[-1])
+        self.starts, self.seed, self.length = starts, seed, int(starts[-1])
         sizes = np.diff(starts)
         # The size of the shard that a random image lies in: with one huge shard, all images mix.
         squares = int(np.dot(sizes, sizes))
@@ -66,9 +56,6 @@ class WindowOrder:
         self._reach = self.span + 1  # the places that a shard spreads over, and one for rounding
         self._block_size = max(2 * self.span, BLOCK)
         self._shuffled, self._block = lru_cache(2)(self._shuffle), lru_cache(2)(self._draw)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return WindowOrder, (self.starts, self.seed, self.window)
 
     def take(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
         number = start // self._block_size
@@ -82,6 +69,7 @@ class WindowOrder:
         return np.concatenate(parts)
 
     def next_uses(self, epoch: int, start: int) -> NDArray[np.int64]:
+        """Return about at which position from `start` on an epoch first needs each shard; −1: at none."""
         shards, begins = self._shuffled(epoch)
         first = np.empty_like(begins)  # by the numbers of shards
         first[shards] = begins
@@ -198,13 +186,11 @@ class Sampler:
 
 
 class ShardUses:
-    """When a run needs each shard of a source: known ahead, as the order is a function of the epoch."""
+    """When a window order needs each shard of a source: known ahead, as it is a function of the epoch."""
 
-    def __init__(self, sampler: Sampler, shards: int, first: int = 0) -> None:
+    def __init__(self, sampler: Sampler, order: WindowOrder, shards: int, first: int) -> None:
         """`first` is the number of the source's first shard among those of all sources."""
-        self.sampler, self.order, self.mine = sampler, sampler.build_order(), slice(first, first + shards)
-        starts = sampler.shard_starts
-        self.shards = first + shards if starts is None else len(starts) - 1  # of all sources
+        self.sampler, self.order, self.mine = sampler, order, slice(first, first + shards)
 
     def next(self, position: int) -> NDArray[np.int64]:
         """Return for each shard after about how many images it is needed, from a position (in steps) on.
@@ -214,7 +200,7 @@ class ShardUses:
         epoch, step = divmod(position, self.sampler.steps_per_epoch)
         used = self.sampler.steps_per_epoch * self.sampler.global_batch  # without a last incomplete batch
         done = step * self.sampler.global_batch
-        result = np.full(self.shards, np.iinfo(np.int64).max)
+        result = np.full(len(self.order.starts) - 1, np.iinfo(np.int64).max)
         for ahead, start in ((1, 0), (0, done)):
             uses = self.order.next_uses(epoch + ahead, start)
             np.copyto(result, uses + ahead * used - done, where=(uses >= 0) & (uses < used))

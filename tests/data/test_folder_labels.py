@@ -31,7 +31,7 @@ def said(caplog):
 
 def test_it_is_said_where_they_are_taken(photos, tmp_path, caplog):
     assert open_source(str(photos)).labels.names == ("day1", "day2")
-    assert f"{SAID} (labels=none, if they are not)" in caplog.messages
+    assert f"{SAID} (if they are not: labels=none, in pretrain data.labels=none)" in caplog.messages
     caplog.clear()
     files = {f"{path.parent.name}/{path.name}": path.read_bytes() for path in photos.glob("*/*")}
     for spec in (str(write_zip(tmp_path / "a.zip", files)), [str(photos), "synthetic:4"], f"{photos}/*/*"):
@@ -64,11 +64,10 @@ def test_archives_that_are_catalogued_have_those_of_their_folders(photos, tmp_pa
     assert said(caplog) == 1
 
 
-def test_a_run_says_it_with_its_own_setting(photos, tmp_path, caplog):
+def test_a_run_says_it(photos, tmp_path, caplog):
     state = opened(tmp_path / "run", {"data.source": photos, "data.batch_size": 4})
-    assert f"{SAID} (data.labels=none, if they are not)" in caplog.messages
+    assert said(caplog) == 1
     assert state.evaluations.online.has_labels
-    said(caplog)
     settings = {"data.source": photos, "data.batch_size": 4, "data.labels": "none"}
     assert not opened(tmp_path / "other", settings).evaluations.online.has_labels
     assert not said(caplog)
@@ -80,7 +79,6 @@ def test_evaluators_say_it_of_each_of_their_sources(photos, tmp_path, caplog):
     write_synthetic(tmp_path / "train" / "day1" / "a.png", 1)
     write_synthetic(tmp_path / "train" / "day2" / "a.png", 2)
     open_sets(KnnConfig(source=str(photos), weights="pixels", train=str(tmp_path / "train")))
-    for setting in ("labels", "train_labels"):
-        assert f"{SAID} ({setting}=none, if they are not)" in caplog.messages
+    assert said(caplog) == 2
     with pytest.raises(ValueError, match=r"none of the 12 images .* has a label"):
         dino_vit.knn(photos, "pixels", labels="none")

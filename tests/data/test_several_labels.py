@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from dino_vit.cli import main
-from dino_vit.data.custom import wrap
 from dino_vit.data.labels import alike_names
 from dino_vit.data.open import open_source
+from dino_vit.data.stores.calls import wrap
 from tests.support.images import saved
 
 PNG = saved(Image.new("RGB", (8, 8)), "PNG")

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from dino_vit.core.storage import write_bytes
-from dino_vit.data.custom import wrap
-from dino_vit.data.joined import join_sets
+from dino_vit.data.image_set import join_sets
 from dino_vit.data.open import open_source
+from dino_vit.data.stores.calls import wrap
 from dino_vit.data.stores.rows import open_hub
 from tests.support.image_sets import write_tar
 from tests.support.images import saved

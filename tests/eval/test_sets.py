@@ -94,6 +94,20 @@ def test_sets_that_cannot_be_classified_are_refused(folder, tmp_path):
         sets_of(folder("three", "abc"), train=two)
 
 
+def test_labels_of_two_sources_are_those_of_the_same_name(folder, tmp_path):
+    train, val = sets_of(folder("letters", "bc"), train=folder("more", "abc"))
+    names = ["".join(each.classes[code] for code in each.targets) for each in (train, val)]
+    assert names == ["aaabbbccc", "bbbccc"]
+    photos, labels = folder("photos", "a"), tmp_path / "several.csv"
+    labels.write_text("a/0.png,d;b\na/1.png,;\na/2.png,c\n")
+    train, val = sets_of(photos, labels=str(labels), several=True, train=folder("two", "bc"))
+    assert train.classes == val.classes == ("b", "c", "d")
+    names = [
+        [{each.classes[code] for code in row.nonzero()[0]} for row in each.targets] for each in (train, val)
+    ]
+    assert names == [[{"b"}] * 3 + [{"c"}] * 3, [{"b", "d"}, set(), {"c"}]]
+
+
 SPELLINGS = {
     "alike": "hard",
     "by a dot": "./hard",

@@ -13,9 +13,9 @@ from pyarrow.parquet import read_table
 
 from dino_vit import VisionTransformer, save_backbone
 from dino_vit.core.storage import read_tensors
-from dino_vit.data.custom import wrap
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.open import open_source
+from dino_vit.data.stores.calls import wrap
 from dino_vit.data.stores.files import open_folder
 from dino_vit.data.synthetic import make_textures
 from dino_vit.features.cache import cached_features

@@ -1,7 +1,6 @@
 """A rehearsal of CUDA finds what real tensors do: gradients, operators. It notices every wait."""
 
 from collections import Counter
-from dataclasses import replace
 from itertools import repeat
 
 import pytest
@@ -32,7 +31,7 @@ def second_step(mode, accelerator, folder, settings):
         batch = next(state.loader.batches())
         views = {size: views.to(state.device) / 255 for size, views in batch.views.items()}
         state.augment = lambda views, _: views  # its blur is another one on a GPU
-        batches = repeat(replace(batch, views=views))
+        batches = repeat(batch._replace(views=views))
         take_step(state, batches)
         mode.restart()
         take_step(state, batches)

@@ -79,6 +79,7 @@ def batch(unreadable=0, images=10):
         views={},
         augment={},
         unreadable=failures,
+        times={},
     )
 
 

@@ -63,7 +63,7 @@ def memory_of_process(path, copies_shards):
     source = opened(path)
     sampler = sampler_of(source)
     if copies_shards:
-        ShardUses(sampler, len(source.shards.sizes)).next(0)
+        ShardUses(sampler, sampler.build_order(), len(source.shards.sizes), 0).next(0)
     for _ in islice(sampler.batch_specs(), DRAWN):
         pass
     next(sampler.batch_specs(sampler.steps_per_epoch * 3 // 2))

@@ -50,7 +50,7 @@ def read_item(source: ImageSet, index: int, max_pixels: int = MAX_PIXELS) -> byt
         if (size := source.size(index)) > MOST_BYTES * max_pixels:
             raise ValueError(f"its {size:,} bytes are more than an image of data.max_pixels={max_pixels} has")
         return source.read(index)
-    except (OSError, ValueError, MemoryError) as error:
+    except (OSError, ValueError) as error:
         raise unreadable(source.name(index), error) from error
 
 
@@ -59,20 +59,16 @@ def decode_item(
 ) -> Tensor:
     """Return an item of a source, decoded and converted to `pixels`; JPEG may be reduced."""
     try:
-        if not isinstance(item, Tensor):
-            alpha, most = pixels.keeps_alpha, pixels.max_pixels
-            item = decode(item, name, alpha=alpha, max_pixels=most, reduction=reduction)
-        return pixels.conform(item)
-    except (OSError, ValueError, MemoryError) as error:
+        alpha, most = pixels.keeps_alpha, pixels.max_pixels
+        return pixels.conform(decode(item, name, alpha=alpha, max_pixels=most, reduction=reduction))
+    except (OSError, ValueError) as error:
         raise unreadable(name, error) from error
 
 
 def read_given(image: object, pixels: Pixels = RGB) -> Tensor:
     """Return an image of any kind, converted to `pixels`."""
-    item = from_given(image, pixels)
-    if isinstance(item, bytes):
-        name = "the image" if isinstance(image, bytes) else str(image)
-        item = decode(item, name, alpha=pixels.keeps_alpha, max_pixels=pixels.max_pixels)
+    name = str(image) if isinstance(image, str | os.PathLike) else "the image"
+    item = decode(from_given(image, pixels), name, alpha=pixels.keeps_alpha, max_pixels=pixels.max_pixels)
     return pixels.conform(item)
 
 
@@ -94,15 +90,13 @@ def from_given(image: object, pixels: Pixels = RGB) -> bytes | Tensor:
     )
 
 
-def unreadable(name: str, error: OSError | ValueError | MemoryError) -> UnreadableImage:
+def unreadable(name: str, error: OSError | ValueError) -> UnreadableImage:
     """Return the error of an image that its source cannot read."""
-    if isinstance(error, MemoryError):
-        return UnreadableImage(name, "there is not enough memory for it")
     return UnreadableImage(name, (isinstance(error, OSError) and error.strerror) or str(error))
 
 
 def decode(
-    data: bytes,
+    item: bytes | Tensor,
     name: str,
     *,
     alpha: bool = True,
@@ -112,20 +106,23 @@ def decode(
     """Decode an image file without conversion: upright by its EXIF tag, the first frame of an animation.
 
     Palettes, CMYK and Lab become RGB. Without `alpha`, an alpha channel is dropped. JPEG may be reduced.
+    A tensor is returned as it is.
     """
-    if not data:
+    if isinstance(item, Tensor):
+        return item
+    if not item:
         raise UnreadableImage(name, "the file is empty")
-    kind = formats.format_of(data)
+    kind = formats.format_of(item)
     if kind == "unknown":
         kinds = ", ".join(sorted({*formats.KINDS.values(), *formats.BRANDS.values()}, key=str.lower))
         raise UnreadableImage(name, f"its format is none of {kinds}")
     try:
         if kind == "JPEG":
-            return formats.read_jpeg(data, alpha, max_pixels, reduction)
+            return formats.read_jpeg(item, alpha, max_pixels, reduction)
         reader = formats.READERS[kind]
         if isinstance(reader, type):
-            return formats.by_pillow(reader(BytesIO(data)), alpha, max_pixels)
-        return reader(data, alpha, max_pixels)
+            return formats.by_pillow(reader(BytesIO(item)), alpha, max_pixels)
+        return reader(item, alpha, max_pixels)
     except Exception as error:  # decoders raise anything on damaged files
         message = str(error).partition("\n")[0]
         reason = message if " " in message else f"{type(error).__name__} {message}".strip()

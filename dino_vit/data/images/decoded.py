@@ -70,15 +70,11 @@ def _shared(*shape: int) -> NDArray[np.int64]:
     return np.frombuffer(mmap.mmap(-1, max(8 * prod(shape), 1)), np.int64).reshape(shape)
 
 
-def expected_bytes(images: int, sizes: Sequence[Size], channels: int, *, scaled: bool) -> int:
-    """Return how much memory so many images take, by the sizes of some of them."""
+def room_for(images: int, sizes: Sequence[Size], channels: int, *, scaled: bool, workers: int) -> int | None:
+    """Return how much memory so many images take, by the sizes of some; None if a process may not have it."""
     factors = FACTORS if scaled else FACTORS[:1]
     mean = sum(height * width for height, width in sizes) / len(sizes)
-    return round(images * channels * mean * sum(1 / factor**2 for factor in factors))
-
-
-def has_room(expected: int, *, workers: int) -> bool:
-    """Tell whether images of so many bytes fit into this process's share of the free memory."""
+    expected = round(images * channels * mean * sum(1 / factor**2 for factor in factors))
     is_shared = not workers or multiprocessing.get_start_method() == "fork"
     share = SHARE / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return is_shared and SPARE * expected <= share * free_memory()
+    return expected if is_shared and SPARE * expected <= share * free_memory() else None

@@ -42,13 +42,15 @@ class Pixels:
         if image.dtype == torch.uint8 and self.bits == 8 and self.range is None:
             return image
         low, high = self._ends(image)
-        values = image.to(_exact(image.dtype), copy=True)
+        is_narrow = image.dtype.itemsize <= 2 or image.dtype == torch.float32  # all its values are a float32
+        values = image.to(torch.float32 if is_narrow else torch.float64, copy=True)
         lowest, highest = (float(value) for value in values.aminmax())
         if not -inf < lowest <= highest < inf:
             raise ValueError(NOT_FINITE)
         if self.range is None and (lowest < low or highest > high):
+            kind = str(image.dtype).removeprefix("torch.")
             raise ValueError(
-                f"its {kind_of(image)} values go from {lowest:g} to {highest:g}, beyond {low:g} to {high:g}; "
+                f"its {kind} values go from {lowest:g} to {highest:g}, beyond {low:g} to {high:g}; "
                 "set data.range=[low, high], the values that become 0 and 1"
             )
         scaled = values.sub_(low).div_(high - low).clamp_(0, 1)
@@ -86,24 +88,6 @@ class Pixels:
 RGB = Pixels()
 
 
-def _exact(dtype: torch.dtype) -> torch.dtype:
-    """Return a floating-point type that holds the values of a type."""
-    return torch.float32 if dtype.itemsize <= 2 or dtype == torch.float32 else torch.float64
-
-
-def kind_of(image: Tensor) -> str:
-    """Return the name of an image's dtype."""
-    return str(image.dtype).removeprefix("torch.")
-
-
 def unit_scale(images: Tensor) -> Tensor:
     """Return the output of `conform` as new float32 values in [0, 1]."""
     return images / 255 if images.dtype == torch.uint8 else images.to(torch.float32, copy=True)
-
-
-def reduced_size(height: int, width: int, side: int) -> tuple[int, int]:
-    """Return the size of an image whose shorter side is reduced to `side`; the same if it is not larger."""
-    shorter = min(height, width)
-    if shorter <= side:
-        return height, width
-    return round(height * side / shorter), round(width * side / shorter)

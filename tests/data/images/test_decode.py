@@ -259,16 +259,6 @@ def test_a_transparent_colour_of_deep_png_is_an_alpha_channel():
     assert torch.equal(decode(data, "x", alpha=False).int(), expected)
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "I;16", "CMYK"])
-def test_pictures_are_converted_by_strips(mode, monkeypatch):
-    image = smooth(mode, (7, 301))
-    data = saved(image, "TIFF")
-    expected = decode(data, "x")
-    monkeypatch.setattr("dino_vit.data.images.formats._STRIP", 70)
-    assert (decode(data, "x") == expected).all()
-    assert expected.shape[1:] == (301, 7)
-
-
 def test_a_picture_that_is_given_stays_as_it_is():
     image = smooth()
     image.getexif()[274] = 6
