@@ -30,7 +30,6 @@ from dino_vit.eval.statistics import (
     Predictions,
     measure,
     measured_share,
-    number_text,
 )
 
 _SHOWN = 10
@@ -90,12 +89,8 @@ def write_results(path: Path, results: Mapping[str, object]) -> dict[str, Any]:
 
 def to_jsonable(results: Mapping[str, object]) -> dict[str, Any]:
     """Return results as JSON holds them, without what is not public."""
-    content: dict[str, Any] = public_values(json.loads(json.dumps(results, default=_as_json)))
+    content: dict[str, Any] = public_values(json.loads(json.dumps(results, default=asdict)))
     return content
-
-
-def _as_json(value: Any) -> object:
-    return value.as_json() if isinstance(value, Figure) else asdict(value)
 
 
 def evaluation(
@@ -103,7 +98,7 @@ def evaluation(
 ) -> dict[str, Any]:
     """Return the results of a command, its main figure first, as JSON holds them; with a path, write them."""
     head = {"command": command, "written": datetime.now(UTC).isoformat(timespec="seconds")}
-    results = {**head, "figure": {"title": title, **figure.as_json()}, **details}
+    results = {**head, "figure": {"title": title, **asdict(figure)}, **details}
     return to_jsonable(results) if path is None else write_results(path, results)
 
 
@@ -160,7 +155,7 @@ def _rows(figures: Sequence[PerImageMetric]) -> list[dict[str, object]]:
     """Return the figures of each label by their names."""
     targets = figures[0].parts[1]
     columns: dict[str, Sequence[object]] = {each.title: each.column_figures for each in figures}
-    columns |= {"AP of a guess": targets.mean(0).tolist(), "images": targets.sum(0).int().tolist()}
+    columns |= {"AP of a guess": (100 * targets.mean(0)).tolist(), "images": targets.sum(0).int().tolist()}
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
@@ -186,4 +181,4 @@ def lowest(what: str, figures: Mapping[str, Mapping[str, object]]) -> str:
 
 
 def _cell(figure: object) -> str:
-    return "-" if figure is None else number_text(figure) if isinstance(figure, float) else str(figure)
+    return "-" if figure is None else f"{figure:.2f}" if isinstance(figure, float) else str(figure)

@@ -28,31 +28,16 @@ _WEIGHTS = 2**22  # of images, in memory at a time
 
 @dataclass(frozen=True)
 class Figure:
-    """A number with its 95 % confidence interval over images."""
+    """A number in per cent with its 95 % confidence interval over images."""
 
     value: float
     low: float
     high: float
     images: int
-    unit: str = "%"  # empty for columns, which are from 0 to 1
     correct: int | None = None  # images that are right, of a share of images
 
     def __str__(self) -> str:
-        numbers = self.value, self.low, self.high
-        value, low, high = (f"{x:.2f}" if self.unit == "%" else number_text(x) for x in numbers)
-        return f"{value} ({low} to {high})"
-
-    def as_json(self) -> dict[str, float]:
-        """Return what files of results hold: `percent`, or the `value` of a column."""
-        name, digits = ("percent", 4) if self.unit == "%" else ("value", 6)
-        parts = {name: self.value, "low": self.low, "high": self.high}
-        numbers = {part: round(value, digits) for part, value in parts.items()}
-        return numbers if self.correct is None else numbers | {"correct": self.correct, "images": self.images}
-
-
-def number_text(value: float) -> str:
-    """Return a number from 0 to 1 with three digits."""
-    return f"{value:#.3g}"
+        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
 
 
 def wilson_interval(share: float, images: int) -> tuple[float, float]:
@@ -183,8 +168,8 @@ class PerImageMetric:
     def column_figures(self) -> list[Figure | None]:
         """The figure of each column, None without anything to judge by."""
         limits = self.draws.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.double), 0)
-        rows, images = torch.stack([self.columns, *limits], dim=1).tolist(), len(self.images)
-        return [None if math.isnan(x) else Figure(x, low, high, images, unit="") for x, low, high in rows]
+        rows = (100 * torch.stack([self.columns, *limits], dim=1)).tolist()
+        return [None if math.isnan(row[0]) else Figure(*row, len(self.images)) for row in rows]
 
     def resampled(self) -> Tensor:
         return self.draws.nanmean(1)

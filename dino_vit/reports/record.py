@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -73,17 +72,12 @@ def _read(path: Path) -> Evaluation:
     return Evaluation(
         command=f"{command}, step {step:,}" if step else command,
         figure=figure["title"],
-        percent=_with_interval(figure) if figure["title"] else "",
+        percent="{value:.2f} ({low:.2f} to {high:.2f})".format(**figure) if figure["title"] else "",
         data=" by ".join(str(settings[key]) for key in ("source", "train") if settings.get(key)),
         settings=", ".join(changed),
         written=content.get("written", "")[:19].replace("T", " "),
         file=path.name,
     )
-
-
-def _with_interval(figure: Mapping[str, float]) -> str:
-    value = figure["percent"] if "percent" in figure else figure["value"]  # of a unit of its own
-    return f"{value:.2f} ({figure['low']:.2f} to {figure['high']:.2f})"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """The command and its program: figures equal to a loop over features, in one process or two."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def test_figures_are_those_of_a_loop_and_classes_meet_by_name(tmp_path, weights,
         for top in (1, 5):
             found_by_loop = [ranked_classes((bank @ query).tolist(), bank_labels, k) for query in queries]
             right = [label in classes[:top] for label, classes in zip(labels, found_by_loop, strict=True)]
-            assert figures[f"top{top}"] == accuracy(sum(right), 12).as_json()
+            assert figures[f"top{top}"] == asdict(accuracy(sum(right), 12))
             if top == 1:
                 correct = {
                     name: sum(r for r, label in zip(right, labels, strict=True) if label == name)
@@ -63,7 +64,7 @@ def test_figures_are_those_of_a_loop_and_classes_meet_by_name(tmp_path, weights,
                 }
                 assert {n: one["correct"] for n, one in figures["per_class"].items()} == correct
     assert "with k = 1000: the bank has only 49 images, and all of them vote" in said
-    assert f"{found['results'][0]['top1']['percent']:.2f} (" in said
+    assert f"{found['results'][0]['top1']['value']:.2f} (" in said
     assert "always guessing b scores 33.3 %, random guessing 14.3 %" in said
 
 

@@ -45,7 +45,7 @@ def test_the_best_is_chosen_on_held_out_training_images_and_two_processes_find_i
     best = found["best"]
     assert best["held_out"] == max(held_out)
     assert "chosen on 9 training images" in said
-    assert best["top1"]["low"] < best["top1"]["percent"] < best["top1"]["high"]
+    assert best["top1"]["low"] < best["top1"]["value"] < best["top1"]["high"]
     assert sum(one["correct"] for one in best["per_class"].values()) == best["top1"]["correct"]
     assert best["top5"]["correct"] >= best["top1"]["correct"]
     assert said.count("*") == 2

@@ -56,7 +56,7 @@ def test_the_mean_and_the_interval_leave_out_what_cannot_be_judged():
     measured = measure("multilabel", np.arange(N), scores, true)[0]
     first, second, last = measured.column_figures
     assert last is None
-    assert measured.mean == pytest.approx((first.value + second.value) / 2)
+    assert 100 * measured.mean == pytest.approx((first.value + second.value) / 2)
     assert first.low < first.value < first.high
     resampled = measured.resampled()
     assert len(resampled) == 1000

@@ -73,7 +73,7 @@ def test_a_short_run_has_a_short_warm_up(tmp_path, weights):
     settings = [f"source={tmp_path}", f"weights={weights}", f"output={tmp_path / 'run'}", "workers=0"]
     result = run(load(FinetuneConfig, None, [*settings, "epochs=1", "lr=1e-9", "precision=no"]))
     assert result.details["config"]["warmup_epochs"] == 0.1
-    assert result.figure.value < result.details["knn_before"]["percent"], "its classifier has learned nothing"
+    assert result.figure.value < result.details["knn_before"]["value"], "its classifier has learned nothing"
     assert "fine-tuning ends below it, so try more epochs" in str(result)
 
 

@@ -91,7 +91,7 @@ def test_the_grid_reports_every_cell_and_the_best_on_the_images_it_is_judged_by(
         (rate, blocks, mean) for rate in (0.001, 0.01, 0.1) for blocks in (1, 3) for mean in (False, True)
     ]
     best = found["best"]
-    assert best["top1"]["percent"] == max(cell["top1"] for cell in found["table"])
+    assert best["top1"]["value"] == max(cell["top1"] for cell in found["table"])
     assert "chosen on the images that it is evaluated on" in str(result)
     assert (found["settings"]["steps"], found["weights"]["source"]) == (40, str(weights))
 
