@@ -32,7 +32,7 @@ from dino_vit.core.distributed import all_reduce_mean, is_main_process
 from dino_vit.core.invocation import after_figures
 from dino_vit.core.storage import pickled, write_bytes
 from dino_vit.core.text import plural
-from dino_vit.eval.linear import count_correct, top_classes
+from dino_vit.eval.linear import count_correct, judge_head
 from dino_vit.eval.results import EvaluationResult, conclude, output_of
 from dino_vit.eval.sets import LabelledSubset, labelled_features, open_sets
 from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
@@ -77,7 +77,7 @@ def run(config: Dino2021Config) -> EvaluationResult:
         tensors = {f"module.linear.{name}": tensor for name, tensor in training.module.state_dict().items()}
         with after_figures():
             write_bytes(head, pickled({"state_dict": tensors}))
-    predictions = training.val.predictions(top_classes(training.head, training.val.features))
+    judged = judge_head(training.head, training.val)
     percents = [epoch["percent"] for epoch in training.history]
     best = max(percents)
     details = {
@@ -85,16 +85,15 @@ def run(config: Dino2021Config) -> EvaluationResult:
         "settings": config.model_dump(mode="json"),
         "images": len(training.val),
         "classes": len(train.classes),
-        **predictions.figures(),
         "head": str(head),
         "percents": percents,
     }
     text = (
-        f"{predictions.summary()}\n"
+        f"{judged.summary}\n"
         f"trained on {plural(len(train), 'image')} for {plural(config.epochs, 'epoch')}; best after "
         f"epoch {percents.index(best) + 1}: {best:.2f} %, the figure that the 2021 code reports\n{head}"
     )
-    return conclude("dino2021", output, "linear top-1", predictions, details, [text])
+    return conclude("dino2021", output, "linear top-1", judged, details, [text])
 
 
 class HeadTraining(EpochTraining):

@@ -43,7 +43,7 @@ from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import choose_precision, start_processes
 from dino_vit.core.text import plural
 from dino_vit.eval.knn import classify
-from dino_vit.eval.results import EvaluationResult, conclude
+from dino_vit.eval.results import EvaluationResult, conclude, judge_classes
 from dino_vit.eval.sets import labelled_features, open_sets
 from dino_vit.eval.statistics import TOP_K, Figure, Predictions, accuracy
 from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
@@ -184,8 +184,8 @@ class Finetuning(EpochTraining):
         )
 
     def evaluate(self) -> dict[str, Any]:
-        """Return the figures after an epoch; those of each class would fill the checkpoints."""
-        figures = {name: value for name, value in self.predict().figures().items() if name != "per_class"}
+        """Return the figures after an epoch."""
+        figures: dict[str, Any] = judge_classes(self.predict()).figures
         return figures if self.history else {**figures, "knn_before": self.before}
 
 
@@ -225,19 +225,17 @@ def _result(tuning: Finetuning) -> EvaluationResult:
             step=len(history) * tuning.loader.steps_per_epoch,
             config={**facts["config"], "classes": facts["classes"]},
         )
-    predictions, before = tuning.predict(), tuning.before
+    judged, before = judge_classes(tuning.predict()), tuning.before
     assert before
-    after = predictions.top(1)
-    last = {**history[-1], **predictions.figures()}
-    details = {**facts, "settings": facts["config"], "history": history, "last": last, "knn_before": before}
+    details = {**facts, "settings": facts["config"], "history": history, "knn_before": before}
     low = ": fine-tuning ends below it, so try more epochs, or classify with `dino-vit linear`"
-    advice = low if after.value < before.value else ""
+    advice = low if judged.measured.figure.value < before.value else ""
     text = (
-        f"after {plural(len(history), 'epoch')}: {predictions.summary()}\n"
+        f"after {plural(len(history), 'epoch')}: {judged.summary}\n"
         f"k-NN of the network before fine-tuning: {before} %{advice}\n"
-        f"{weights}: the network, for load_backbone({str(folder)!r}, num_classes={len(predictions.classes)})"
+        f"{weights}: the network, for load_backbone({str(folder)!r}, num_classes={len(facts['classes'])})"
     )
-    return conclude("finetune", folder / RESULTS, "top-1", predictions, details, [text])
+    return conclude("finetune", folder / RESULTS, "top-1", judged, details, [text])
 
 
 if __name__ == "__main__":

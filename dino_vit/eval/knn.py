@@ -6,7 +6,6 @@ Several labels of an image are predicted by the mean of the neighbours.
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +18,12 @@ from dino_vit.eval.neighbours import neighbour_means, weighted_knn
 from dino_vit.eval.results import (
     METRIC,
     EvaluationResult,
+    Judged,
     asked_output,
     conclude,
     has_two_classes,
-    lowest,
-    score,
+    judge_classes,
+    judge_labels,
 )
 from dino_vit.eval.sets import LabelledFeatures, Sets, features_of_sets, open_sets
 from dino_vit.eval.statistics import TITLES, Predictions
@@ -54,42 +54,31 @@ def evaluate(
     how = "leave-one-out" if val is train else f"by {plural(len(train), 'image')} of {sets[0].name}"
     heading = f"{METRIC[val.task]} (%), {how}, on {plural(len(val), 'image')} of {sets[1].name}"
     heading += "; k neighbours vote; in brackets 95 % intervals\n"
+    judged = judge(train, val, config.k, frozen.device)
+    first, rows = config.k[0], [[str(k), *map(str, each.figures.values())] for k, each in judged.items()]
     details = {
         "weights": frozen.describe_weights(),
         "settings": config.model_dump(mode="json"),
         # No image is its own neighbour.
         "images": {"train": len(train) - (val is train), "val": len(val)},
         "classes": len(val.classes),
+        "task": val.task,
+        "results": [{"k": k, **each.figures} for k, each in judged.items()],
     }
-    answers, figures = _answer(train, val, config.k, frozen.device)
-    details["results"] = [{"k": k, **row} for k, row in figures.items()]
-    first, metric = config.k[0], TITLES[val.task]
-    titles = {"top1": metric, "top5": "top-5", "mean_of_classes": "mean of classes", "auroc": "AUROC"}
-    columns = {
-        name: title for name, title in (titles | {"score": metric}).items() if figures[first].get(name)
-    }
-    rows = [[str(k), *(str(row[name]) for name in columns)] for k, row in figures.items()]
-    lines, title = [heading, format_table(["k", *columns.values()], rows)], f"k-NN {metric}, k={first}"
-    if val.task == "multiclass":
-        classes = figures[first]["per_class"].items()
-        rows_of_classes = {name: {"top-1 %": each, "images": each.images} for name, each in classes}
-        lines += [answers[first].guesses(), lowest(f"class, k={first}", rows_of_classes)]
-    return conclude("knn", path, title, answers[first], details, lines, val.classes)
+    lines = [heading, format_table(["k", *judged[first].figures], rows)]
+    return conclude("knn", path, f"k-NN {TITLES[val.task]}, k={first}", judged[first], details, lines)
 
 
-def _answer(
+def judge(
     train: LabelledFeatures, val: LabelledFeatures, k: Sequence[int], device: torch.device
-) -> tuple[dict[int, Any], dict[int, dict[str, Any]]]:
-    """Return for each k what is predicted, and its figures by name."""
-    if val.task != "multiclass":
-        scored = {k: score(val, outputs) for k, outputs in predict(train, val, k, device).items()}
-        return scored, {k: {"score": measured[0].figure} for k, measured in scored.items()}
-    predictions = classify(train, val, k, device)
-    figures = {k: ranked.figures() for k, ranked in predictions.items()}
-    if has_two_classes(val):
-        for count, outputs in predict(train, val, k, device).items():
-            figures[count]["auroc"] = score(val, outputs)[0].figure
-    return predictions, figures
+) -> dict[int, Judged]:
+    """Judge what the neighbours say of images, for each k."""
+    if val.task == "multilabel":
+        means = predict(train, val, k, device)
+        return {count: judge_labels(val, outputs) for count, outputs in means.items()}
+    scores = predict(train, val, k, device) if has_two_classes(val) else {}
+    classified = classify(train, val, k, device)
+    return {count: judge_classes(each, scores.get(count)) for count, each in classified.items()}
 
 
 def predict(

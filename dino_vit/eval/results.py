@@ -25,11 +25,13 @@ from dino_vit.core.text import Result, brief, format_table, public, public_value
 from dino_vit.eval.sets import LabelledFeatures, LabelledSubset
 from dino_vit.eval.statistics import (
     TITLES,
+    TOP_K,
     Figure,
     PerImageMetric,
     Predictions,
     measure,
     measured_share,
+    trivial_baselines,
 )
 
 _SHOWN = 10
@@ -102,12 +104,60 @@ def evaluation(
     return to_jsonable(results) if path is None else write_results(path, results)
 
 
+@dataclass(frozen=True)
+class Judged:
+    """What a classifier comes to: its figures by title, and those of each class or label."""
+
+    measured: PerImageMetric  # the first figure, with what each image contributes
+    figures: dict[str, Figure]
+    rows: dict[str, dict[str, Any]]  # by class or label, figures by title; the first is that of `measured`
+    predictions: Predictions | None = None  # of classes
+
+    @property
+    def summary(self) -> str:
+        """The figures in a line."""
+        return ", ".join(f"{title} {figure} %" for title, figure in self.figures.items())
+
+
+def judge_classes(predictions: Predictions, scores: Tensor | None = None) -> Judged:
+    """Judge what classes images are taken for; with scores (n, 1) of the second of two classes, AUROC too."""
+    images, title = predictions.images, TITLES["multiclass"]
+    measured = measured_share(title, images, torch.from_numpy(predictions.right))
+    figures: dict[str, Figure] = {title: measured.figure}
+    if len(predictions.classes) > TOP_K:  # otherwise it is right whatever the answers
+        figures[f"top-{TOP_K}"] = predictions.top(TOP_K)
+    figures["mean of classes"] = predictions.mean_of_classes()
+    if scores is not None:
+        targets = torch.from_numpy(predictions.targets)[:, None]
+        figures |= {each.title: each.figure for each in measure("multiclass", images, scores, targets)}
+    rows = {name: {title: each, "images": each.images} for name, each in predictions.per_class().items()}
+    return Judged(measured, figures, rows, predictions)
+
+
+def judge_labels(images: LabelledFeatures, outputs: Tensor) -> Judged:
+    """Judge outputs (n, c) for several labels; raise if no image has any."""
+    measured, *others = measure(images.task, images.indices, outputs, images.targets)
+    if math.isnan(measured.mean):
+        raise ValueError(f"the {len(images):,} images to judge by have no labels: give more images")
+    figures = {TITLES[images.task]: measured.figure} | {f"mean {each.title}": each.figure for each in others}
+    columns: dict[str, Sequence[object]] = {each.title: each.column_figures for each in (measured, *others)}
+    targets = measured.parts[1]
+    columns |= {"AP of a guess": (100 * targets.mean(0)).tolist(), "images": targets.sum(0).int().tolist()}
+    rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+    return Judged(measured, figures, dict(zip(images.classes, rows, strict=True)))
+
+
+def has_two_classes(images: LabelledFeatures) -> bool:
+    """Tell whether the images have an AUROC."""
+    return images.task == "multiclass" and len(images.classes) == len(set(images.targets.tolist())) == 2
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class EvaluationResult(Result):
     """How well classes or labels are predicted."""
 
     figure: Figure  # top-1 accuracy; mAP of several labels an image
-    top5: Figure | None = None  # of more than five classes
+    figures: dict[str, Figure]  # by title
     per_class: dict[str, Figure | None]  # accuracy, or AP of each label
     measured: PerImageMetric  # the figure, with what each image contributes
     predictions: Predictions | None = None  # of classes
@@ -120,56 +170,32 @@ def conclude(
     command: str,
     path: Path | None,
     title: str,
-    judged: Predictions | Sequence[PerImageMetric],
+    judged: Judged,
     details: Mapping[str, Any],
     lines: Sequence[str],
-    labels: Sequence[str] = (),
 ) -> EvaluationResult:
-    """Return the result of classes, or of the figures of several labels; with a path, write the JSON file."""
-    parts: dict[str, Any]
-    if isinstance(judged, Predictions):
-        measured, figures = (
-            measured_share(title, judged.images, torch.from_numpy(judged.right)),
-            judged.figures(),
-        )
-        parts = {"predictions": judged, "top5": figures["top5"], "per_class": figures["per_class"]}
-    else:
-        measured, per_target = judged[0], dict(zip(labels, _rows(judged), strict=True))
-        means = {each.title: each.figure for each in judged}
-        lines = [*lines, *(f"mean {name} {mean} %" for name, mean in means.items())]
-        lines.append(lowest("label", per_target))
-        details = {**details, "task": "multilabel", "mean": means, "per_target": per_target}
-        parts = {"per_class": dict(zip(labels, measured.column_figures, strict=True))}
-        parts["outputs"] = measured.parts[0].float().numpy()
+    """Return the result of a command; with a path, write the JSON file."""
+    measured, predictions = judged.measured, judged.predictions
+    details = {**details, "figures": judged.figures, "per_class": judged.rows}
+    text, what = [*lines], "label"
+    if predictions:
+        guesses, what = trivial_baselines(predictions.targets, predictions.classes), "class"
+        name, percent = guesses["largest_class"].values()
+        random = f"random guessing {guesses['chance']:.1f} %"
+        text.append(f"always guessing {name} scores {percent:.1f} %, {random}")
+        details |= guesses
+    text += [lowest(what, judged.rows), *([str(path)] if path else [])]
     return EvaluationResult(
         figure=measured.figure,
+        figures=judged.figures,
+        per_class={name: next(iter(row.values())) for name, row in judged.rows.items()},
         measured=replace(measured, title=title.partition(",")[0]),
+        predictions=predictions,
+        outputs=None if predictions else measured.parts[0].float().numpy(),
         path=path,
         details=evaluation(command, path, title, measured.figure, details),
-        text="\n".join([*lines, *([str(path)] if path else [])]),
-        **parts,
+        text="\n".join(text),
     )
-
-
-def _rows(figures: Sequence[PerImageMetric]) -> list[dict[str, object]]:
-    """Return the figures of each label by their names."""
-    targets = figures[0].parts[1]
-    columns: dict[str, Sequence[object]] = {each.title: each.column_figures for each in figures}
-    columns |= {"AP of a guess": (100 * targets.mean(0)).tolist(), "images": targets.sum(0).int().tolist()}
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
-def has_two_classes(val: LabelledFeatures) -> bool:
-    """Tell whether the images have an AUROC."""
-    return val.task == "multiclass" and len(val.classes) == len(set(val.targets.tolist())) == 2
-
-
-def score(val: LabelledFeatures, outputs: Tensor) -> list[PerImageMetric]:
-    """Return all figures of outputs, of two classes the AUROC; raise if there is nothing to judge by."""
-    figures = measure(val.task, val.indices, outputs, val.targets.view(len(val), -1))
-    if math.isnan(figures[0].mean):
-        raise ValueError(f"the {len(val):,} images to judge by have no labels: give more images")
-    return figures
 
 
 def lowest(what: str, figures: Mapping[str, Mapping[str, object]]) -> str:

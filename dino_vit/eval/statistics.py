@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributions import Binomial
 
 from dino_vit.config.settings import Task, Title
-from dino_vit.core.text import plural
 
 Z = NormalDist().inv_cdf(0.975)  # half the width of a 95 % confidence interval, in standard errors
 RESAMPLES = 1000  # of the images
@@ -89,35 +88,12 @@ class Predictions:
         parts = [torch.from_numpy(self.right).double(), targets]
         return PerImageMetric(title="mean of classes", images=self.images, parts=parts, metric=metric).figure
 
-    def figures(self) -> dict[str, Any]:
-        """Return the top-1, top-5 and per-class accuracy for a results file, beside those of guesses.
-
-        Top-5 is None where it is right whatever the answers.
-        """
+    def per_class(self) -> dict[str, Figure]:
+        """Return the accuracy of each class that an image has."""
         present, counts = np.unique(self.targets, return_counts=True)
         correct = np.bincount(self.targets[self.right], minlength=len(self.classes))[present]
         rows = zip(present.tolist(), correct.tolist(), counts.tolist(), strict=True)
-        return {
-            "top1": self.top(1),
-            "top5": self.top(TOP_K) if len(self.classes) > TOP_K else None,
-            "mean_of_classes": self.mean_of_classes(),
-            **trivial_baselines(self.targets, self.classes),
-            "per_class": {self.classes[target]: accuracy(right, images) for target, right, images in rows},
-        }
-
-    def summary(self) -> str:
-        """Return the top-1 and top-5 accuracy as a text, beside that of guesses."""
-        top5 = f", top-5 {self.top(TOP_K)} %" if len(self.classes) > TOP_K else ""
-        images, classes = plural(len(self.targets), "image"), plural(len(self.classes), "class", "classes")
-        mean = f", mean of classes {self.mean_of_classes()} %"
-        return f"top-1 {self.top(1)} %{top5}{mean} of {images} of {classes}; {self.guesses()}"
-
-    def guesses(self) -> str:
-        """Return the accuracy of guesses as a text."""
-        trivial = trivial_baselines(self.targets, self.classes)
-        name, percent = trivial["largest_class"].values()
-        random = f"random guessing {trivial['chance']:.1f} %"
-        return f"always guessing {name} scores {percent:.1f} %, {random}"
+        return {self.classes[target]: accuracy(right, images) for target, right, images in rows}
 
 
 def trivial_baselines(targets: NDArray[np.int64], classes: Sequence[str]) -> dict[str, Any]:
@@ -168,8 +144,8 @@ class PerImageMetric:
     def column_figures(self) -> list[Figure | None]:
         """The figure of each column, None without anything to judge by."""
         limits = self.draws.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.double), 0)
-        rows = (100 * torch.stack([self.columns, *limits], dim=1)).tolist()
-        return [None if math.isnan(row[0]) else Figure(*row, len(self.images)) for row in rows]
+        rows, images = (100 * torch.stack([self.columns, *limits], dim=1)).tolist(), len(self.images)
+        return [None if math.isnan(x) else Figure(x, low, high, images) for x, low, high in rows]
 
     def resampled(self) -> Tensor:
         return self.draws.nanmean(1)

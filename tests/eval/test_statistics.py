@@ -93,14 +93,15 @@ def test_figures_count_what_a_loop_counts():
     ranked = random.random((40, 6)).argsort(axis=1)
     targets = random.integers(5, size=40)  # no image is of the last class
     predictions = Predictions(images=np.arange(40), ranked=ranked, targets=targets, classes="abcdef")
-    figures, rows = predictions.figures(), [*zip(ranked.tolist(), targets.tolist(), strict=True)]
+    rows = [*zip(ranked.tolist(), targets.tolist(), strict=True)]
     for k in (1, 5):
-        top = figures[f"top{k}"]
+        top = predictions.top(k)
         assert (top.correct, top.images) == (sum(target in row[:k] for row, target in rows), 40)
         assert top.value == pytest.approx(100 * top.correct / 40)
         assert 0 <= top.low < top.value < top.high <= 100
-    assert set(figures["per_class"]) == {"abcdef"[target] for target in targets}
-    for name, top1 in figures["per_class"].items():
+    per_class = predictions.per_class()
+    assert set(per_class) == {"abcdef"[target] for target in targets}
+    for name, top1 in per_class.items():
         first = [row[0] == target for row, target in rows if "abcdef"[target] == name]
         assert (top1.correct, top1.images) == (sum(first), len(first))
 
@@ -127,7 +128,6 @@ def test_the_mean_of_classes_counts_each_class_alike():
     figure = found.mean_of_classes()
     assert figure.value == pytest.approx(100 * balanced_accuracy_score(targets, ranked[:, 0]))
     assert figure.low < figure.value <= figure.high
-    assert found.figures()["mean_of_classes"] == figure
 
 
 def by_definition(first, second):
