@@ -41,7 +41,7 @@ from dino_vit.models.backbone import FeatureSpec
 from dino_vit.models.classifiers import LinearHeads
 from dino_vit.views.augment import ViewAugment
 from dino_vit.views.geometry import View
-from supervised import MOMENTUM, EpochTraining, SupervisedLoader, initial_weight
+from supervised import MOMENTUM, EpochTraining, SupervisedLoader, initial_weight, require_one_class
 
 
 class Dino2021Config(SupervisedConfig, CachedConfig):
@@ -70,7 +70,7 @@ def run(config: Dino2021Config) -> EvaluationResult:
     if config.output:
         check_outputs(config, head)
     train, val = open_sets(config)
-    train.require_one_class("eval/dino2021.py")
+    require_one_class(train, "eval/dino2021.py")
     training = HeadTraining(config, frozen, train, val, output.with_suffix(".state"))
     training.run(config.epochs)
     if is_main_process():  # in the reference's format

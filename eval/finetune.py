@@ -56,7 +56,7 @@ from dino_vit.views.build import rotated
 from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.views.geometry import View
 from dino_vit.weights import load_backbone, save_backbone
-from supervised import EpochTraining, SupervisedLoader
+from supervised import EpochTraining, SupervisedLoader, require_one_class
 
 MIN_LR = 1e-6  # at the end
 NEIGHBOURS = 20
@@ -114,7 +114,7 @@ class Finetuning(EpochTraining):
     def __init__(self, config: FinetuneConfig, accelerator: Accelerator) -> None:
         self.config = config
         self.train, self.val = open_sets(config)
-        self.train.require_one_class("eval/finetune.py")
+        require_one_class(self.train, "eval/finetune.py")
         torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK))
         self.model = build_model(config, len(self.train.classes)).to(accelerator.device)
         bf16 = choose_precision(config.precision, accelerator.device) == "bf16"

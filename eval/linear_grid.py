@@ -42,7 +42,7 @@ from dino_vit.method.optim import warmup_cosine
 from dino_vit.models.backbone import CLS, FeatureSpec, simple_specs
 from dino_vit.models.classifiers import LinearHeads
 from dino_vit.views.sampler import Sampler
-from supervised import MOMENTUM, initial_weight
+from supervised import MOMENTUM, initial_weight, require_one_class
 
 RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
 CS = tuple(10 ** (-6 + step / 4) for step in range(45))
@@ -63,7 +63,7 @@ def run(config: LinearGridConfig) -> EvaluationResult:
     """Train all heads and write the JSON; the figures are those of the best."""
     start_processes()
     sets = open_sets(config)  # a mistake in labels is found before weights are loaded
-    sets[0].require_one_class("eval/linear_grid.py")
+    require_one_class(sets[0], "eval/linear_grid.py")
     frozen = frozen_backbone(config)
     output = output_of(config, frozen.model.provenance.source)
     is_grid = config.method == "grid"

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -89,12 +89,6 @@ class LabelledSubset:
                 same = f"are of one class, {self.classes[int(self.targets[0])]}"
             raise ValueError(f"all labelled images of {self.name} {same}; two or more are needed")
 
-    def require_one_class(self, what: str) -> None:
-        """Raise an error unless each image has one class."""
-        if self.task != "multiclass":
-            given = f"{self.name} has several"
-            raise ValueError(f"{what} needs one class for each image; {given}")
-
     def with_columns(self, names: Sequence[str]) -> "LabelledSubset":
         """Order the labels by these names; labels that it has not are of no image."""
         targets = np.zeros((len(self), len(names)), np.float32)
@@ -120,29 +114,22 @@ class LabelledSubset:
 Sets = tuple[LabelledSubset, LabelledSubset]  # the images to learn from, and those to judge by
 
 
-class Split(NamedTuple):
-    """A part of a set."""
-
-    name: str
-    indices: NDArray[np.int64]
-
-
-def choose_splits(images: ImageSet) -> tuple[Split, Split] | None:
-    """Return what to learn from and what to judge on; None unless the set has both, with labels."""
+def choose_splits(images: ImageSet) -> tuple[str, str] | None:
+    """Return the splits to learn from and to judge on; None unless the set has both, with labels."""
     names = {name.lower(): name for name in images.splits.names}
 
-    def first(wanted: Sequence[str]) -> Split | None:
-        splits = (Split(names[name], images.split(names[name])) for name in wanted if name in names)
-        return next((split for split in splits if (images.codes(split.indices) >= 0).any()), None)
+    def first(wanted: Sequence[str]) -> str | None:
+        splits = (names[name] for name in wanted if name in names)
+        return next((split for split in splits if (images.codes(images.split(split)) >= 0).any()), None)
 
     train, held_out = first(TRAIN), first(HELD_OUT)
     return (train, held_out) if train and held_out else None
 
 
-def describe_use(images: ImageSet, train: Split, held_out: Split, name: str) -> str:
+def describe_use(images: ImageSet, train: str, held_out: str, name: str) -> str:
     """Return what a set is split into and how that is used, as a sentence."""
     sizes = (f"{split} ({plural(count, 'image')})" for split, count in images.split_sizes().items())
-    return f"{name} has the splits {', '.join(sizes)}: {held_out.name} is evaluated against {train.name}"
+    return f"{name} has the splits {', '.join(sizes)}: {held_out} is evaluated against {train}"
 
 
 def divide(
@@ -161,10 +148,10 @@ def divide(
     """
     if train is not None:
         return train, images
-    name = images.name
-    if splits := choose_splits(images.source):
+    name, source = images.name, images.source
+    if splits := choose_splits(source):
         train, val = (
-            images.part(np.isin(images.indices, indices), f"{name}/{split}") for split, indices in splits
+            images.part(np.isin(images.indices, source.split(split)), f"{name}/{split}") for split in splits
         )
         return train, val
     if blocks:
@@ -196,13 +183,7 @@ def open_sets(config: LabelledConfig, blocks: int | None = VAL_SHARE, source: Im
     """
 
     def describe(sets: Sets) -> str:
-        counts = (
-            (plural(len(each), "image"), plural(len(each.classes), "class", "classes"), each.fingerprint)
-            for each in sets
-        )
-        return " and ".join(
-            f"{images} of {classes} ({fingerprint})" for images, classes, fingerprint in counts
-        )
+        return " and ".join(f"{plural(len(each), 'image')} ({each.fingerprint})" for each in sets)
 
     return agree("labelled images", lambda: _open_sets(config, blocks, source), describe)
 
