@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,9 +54,12 @@ def run(config: LabelConfig) -> Written:
     labelled = [index for index in range(len(source)) if given and find_entry(given, source, index)]
     drawn = random_indices(source, config.seed)
     spec = spec_to_choose_from(frozen.model)  # one forward pass is for both commands
-    some = list(dict.fromkeys([*labelled[: MOST // 2], *drawn]))[:MOST] if len(source) > MOST else None
-    title = f"features of {public(config.source)}"
-    values, indices = cached_features(frozen, source, spec=spec, indices=some, title=title)
+    some = np.arange(len(source))
+    if len(source) > MOST:
+        some = np.array([*dict.fromkeys([*labelled[: MOST // 2], *drawn])][:MOST])
+    images = source.subset(some) if len(source) > MOST else source
+    values, kept = cached_features(frozen, images, spec=spec, title=f"features of {public(config.source)}")
+    indices = some[kept]
     if not is_main_process():
         return Written(path=output, text="")
     places = {index: place for place, index in enumerate(indices.tolist())}

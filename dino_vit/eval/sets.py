@@ -52,13 +52,9 @@ class LabelledSubset:
         return replace(self, name=name, indices=self.indices[rows], targets=self.targets[rows])
 
     @property
-    def is_whole_source(self) -> bool:
-        return len(self.indices) == len(self.source)
-
-    @property
     def images(self) -> ImageSet:
         """These images as a source of their own."""
-        return self.source if self.is_whole_source else self.source.subset(self.indices)
+        return self.source if len(self) == len(self.source) else self.source.subset(self.indices)
 
     @property
     def fingerprint(self) -> str:
@@ -277,14 +273,12 @@ def labelled_features(
     frozen: FrozenBackbone, subset: LabelledSubset, spec: FeatureSpec = CLS, title: str = "features"
 ) -> LabelledFeatures:
     """Return the features of the readable images of a subset, on the device if they fit there."""
-    indices = None if subset.is_whole_source else subset.indices.tolist()
-    stored, kept = joined_features(frozen, subset.source, spec=spec, indices=indices, title=title)
-    values = torch.from_numpy(stored)
-    targets = torch.from_numpy(subset.targets[np.searchsorted(subset.indices, kept)])
+    stored, rows = joined_features(frozen, subset.images, spec=spec, title=title)
+    values, targets = torch.from_numpy(stored), torch.from_numpy(subset.targets[rows])
     device = frozen.device
     if device.type != "cuda" or values.nbytes < _DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]:
         values, targets = values.to(device), targets.to(device)
-    return LabelledFeatures(values, targets, kept, subset.classes, subset.task)
+    return LabelledFeatures(values, targets, subset.indices[rows], subset.classes, subset.task)
 
 
 def features_of_sets(
