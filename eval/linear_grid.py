@@ -35,7 +35,7 @@ from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import format_table, plural, progress
 from dino_vit.eval.linear import best_head, judge_head, nth_head
 from dino_vit.eval.logistic import train_logistic
-from dino_vit.eval.results import METRIC, EvaluationResult, conclude, output_of
+from dino_vit.eval.results import METRIC, EvaluationResult, conclude, describe_inputs, output_of
 from dino_vit.eval.sets import LabelledFeatures, features_of_sets, open_sets
 from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
 from dino_vit.method.optim import warmup_cosine
@@ -77,13 +77,7 @@ def run(config: LinearGridConfig) -> EvaluationResult:
         {name: value, "blocks": spec.blocks, "mean": spec.with_mean, "top-1": round(percent, 4)}
         for (value, spec), percent in zip(product(values, inputs), percents, strict=True)
     ]
-    details = {
-        "settings": config.model_dump(mode="json"),
-        "weights": frozen.describe_weights(),
-        "images": {"train": len(train), "val": len(val)},
-        "classes": len(val.classes),
-        "table": table,
-    }
+    details = describe_inputs(config, frozen, train, val) | {"table": table}
     cells = [f"{percent:.2f}{'*' if number == best else ' '}" for number, percent in enumerate(percents)]
     starts = range(0, len(cells), len(inputs))
     rows = [[f"{x:.3g}", *cells[n : n + len(inputs)]] for x, n in zip(values, starts, strict=True)]

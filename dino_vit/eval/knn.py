@@ -12,34 +12,29 @@ from torch import Tensor
 
 from dino_vit.config.commands import KnnConfig
 from dino_vit.core.distributed import all_gather, rank_slice
-from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import format_table, plural
 from dino_vit.eval.neighbours import neighbour_means, weighted_knn
 from dino_vit.eval.results import (
     METRIC,
     EvaluationResult,
     Judged,
-    asked_output,
     conclude,
+    describe_inputs,
     has_two_classes,
     judge_classes,
     judge_labels,
+    open_inputs,
 )
-from dino_vit.eval.sets import LabelledFeatures, Sets, features_of_sets, open_sets
+from dino_vit.eval.sets import LabelledFeatures, Sets, features_of_sets
 from dino_vit.eval.statistics import TITLES, Predictions
-from dino_vit.features.frozen import FrozenBackbone, frozen_backbones
+from dino_vit.features.frozen import FrozenBackbone
 from dino_vit.features.readings import fit_reading
 from dino_vit.models.backbone import FeatureSpec
-from dino_vit.weights.read_file import check_weights
 
 
 def run(config: KnnConfig) -> EvaluationResult:
     """Classify; with an output, write the JSON. The figures are those of the first k."""
-    start_processes()
-    check_weights(config.weights)
-    sets = open_sets(config, blocks=None)  # a mistake in labels is found before weights are loaded
-    frozen = frozen_backbones(config)
-    return evaluate(config, frozen, sets, asked_output(config, frozen.model.provenance.source, sets))
+    return evaluate(config, *open_inputs(config, blocks=None))
 
 
 def evaluate(
@@ -56,15 +51,8 @@ def evaluate(
     heading += "; k neighbours vote; in brackets 95 % intervals\n"
     judged = judge(train, val, config.k, frozen.device)
     first, rows = config.k[0], [[str(k), *map(str, each.figures.values())] for k, each in judged.items()]
-    details = {
-        "weights": frozen.describe_weights(),
-        "settings": config.model_dump(mode="json"),
-        # No image is its own neighbour.
-        "images": {"train": len(train) - (val is train), "val": len(val)},
-        "classes": len(val.classes),
-        "task": val.task,
-        "results": [{"k": k, **each.figures} for k, each in judged.items()],
-    }
+    details = describe_inputs(config, frozen, train, val)
+    details["results"] = [{"k": k, **each.figures} for k, each in judged.items()]
     lines = [heading, format_table(["k", *judged[first].figures], rows)]
     return conclude("knn", path, f"k-NN {TITLES[val.task]}, k={first}", judged[first], details, lines)
 

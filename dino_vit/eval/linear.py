@@ -19,25 +19,24 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dino_vit.config.commands import LinearConfig
-from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import plural
 from dino_vit.eval.holdout import choose_folds
 from dino_vit.eval.logistic import STANDARD_CS, train_logistic
 from dino_vit.eval.results import (
     EvaluationResult,
     Judged,
-    asked_output,
     conclude,
+    describe_inputs,
     has_two_classes,
     judge_classes,
     judge_labels,
+    open_inputs,
 )
-from dino_vit.eval.sets import LabelledFeatures, Sets, features_of_sets, open_sets
+from dino_vit.eval.sets import LabelledFeatures, Sets, features_of_sets
 from dino_vit.eval.statistics import TITLES, TOP_K, measure
-from dino_vit.features.frozen import FrozenBackbone, frozen_backbones
+from dino_vit.features.frozen import FrozenBackbone
 from dino_vit.models.backbone import simple_specs
 from dino_vit.models.classifiers import Columns, LinearHeads, on_standardised
-from dino_vit.weights.read_file import check_weights
 
 _HELD_OUT_SHARE = 10  # one in so many training images is held out for model selection
 _MAX_SCORES = 1 << 24  # in memory at a time
@@ -45,11 +44,7 @@ _MAX_SCORES = 1 << 24  # in memory at a time
 
 def run(config: LinearConfig) -> EvaluationResult:
     """Train and evaluate; with an output, write the JSON. The figures are those of the best classifier."""
-    start_processes()
-    check_weights(config.weights)
-    sets = open_sets(config)  # a mistake in labels is found before weights are loaded
-    frozen = frozen_backbones(config)
-    return evaluate(config, frozen, sets, asked_output(config, frozen.model.provenance.source, sets))
+    return evaluate(config, *open_inputs(config))
 
 
 def evaluate(
@@ -72,15 +67,7 @@ def evaluate(
         {"C": c, "blocks": spec.blocks, "mean": spec.with_mean, "held_out": figure}
         for (c, spec), figure in zip(product(STANDARD_CS, inputs), figures, strict=True)
     ]
-    details = {
-        "settings": config.model_dump(mode="json"),
-        "weights": frozen.describe_weights(),
-        "images": {"train": len(train), "val": len(val)},
-        "classes": len(val.classes),
-        "task": val.task,
-        "best": tried[best],
-        "heads": tried,
-    }
+    details = describe_inputs(config, frozen, train, val) | {"best": tried[best], "heads": tried}
     judged = judge_head(nth_head(heads, best), val)
     row, column = divmod(best, len(inputs))
     figure = "by their loss" if figures[best] is None else f"{figures[best]:.2f} %"

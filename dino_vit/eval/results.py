@@ -16,13 +16,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dino_vit.config.commands import KnnConfig, LinearConfig
 from dino_vit.config.outputs import RESULTS_FOLDER, RESULTS_VERSION, check_outputs
 from dino_vit.config.settings import Settings, get, settings_of, values
 from dino_vit.core.distributed import is_main_process
 from dino_vit.core.invocation import after_figures, on_console
+from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import Result, brief, format_table, public, public_values
-from dino_vit.eval.sets import LabelledFeatures, LabelledSubset
+from dino_vit.eval.sets import VAL_SHARE, LabelledFeatures, LabelledSubset, Sets, open_sets
 from dino_vit.eval.statistics import (
     TITLES,
     TOP_K,
@@ -33,6 +35,9 @@ from dino_vit.eval.statistics import (
     measured_share,
     trivial_baselines,
 )
+from dino_vit.features.frozen import FrozenBackbone, frozen_backbones
+from dino_vit.weights.hub import is_name
+from dino_vit.weights.read_file import check_weights
 
 _SHOWN = 10
 METRIC = TITLES | {"multiclass": "Accuracy"}  # at the head of a table
@@ -47,9 +52,16 @@ def output_of(config: Settings, loaded: str, sets: Sequence[LabelledSubset] = ()
     return path
 
 
-def asked_output(config: Settings, loaded: str, sets: Sequence[LabelledSubset] = ()) -> Path | None:
-    """Return the file for results (`output_of`); in Python none unless `output` is given."""
-    return output_of(config, loaded, sets) if get(config, "output") or on_console() else None
+def open_inputs(
+    config: KnnConfig | LinearConfig, blocks: int | None = VAL_SHARE
+) -> tuple[FrozenBackbone, Sets, Path | None]:
+    """Return the backbone, the images, and the file for results; in Python none unless `output` is given."""
+    start_processes()
+    check_weights(config.weights)
+    sets = open_sets(config, blocks)  # a mistake in labels is found before weights are loaded
+    frozen = frozen_backbones(config)
+    is_asked = config.output or on_console()
+    return frozen, sets, output_of(config, frozen.model.provenance.source, sets) if is_asked else None
 
 
 def default_output(config: Settings, loaded: str, sets: Sequence[LabelledSubset] = ()) -> Path:
@@ -58,8 +70,6 @@ def default_output(config: Settings, loaded: str, sets: Sequence[LabelledSubset]
     It is in eval/ of the run of the weights, or beside them. Its name has the step that was loaded: the
     newest checkpoint of a run may be another one by now.
     """
-    from dino_vit.weights.hub import is_name  # a run that trains reads no weights
-
     name, given, facts = config.writes.rpartition("/")[2], values(config), dict[str, object]()
     for key, info in settings_of(type(config)).items():
         if key in given and not info.resumable:
@@ -80,10 +90,10 @@ def default_output(config: Settings, loaded: str, sets: Sequence[LabelledSubset]
     return path.with_name(f"{path.stem}.{file}")
 
 
-def write_results(path: Path, results: Mapping[str, object]) -> dict[str, Any]:
-    """Write results as JSON on rank 0, and return what the file holds."""
+def write_results(path: Path | None, results: Mapping[str, object]) -> dict[str, Any]:
+    """Return results as JSON holds them; with a path, write them on rank 0."""
     content = {"version": RESULTS_VERSION, **to_jsonable(results)}
-    if is_main_process():
+    if path and is_main_process():
         with after_figures():
             write_bytes(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
     return content
@@ -100,8 +110,22 @@ def evaluation(
 ) -> dict[str, Any]:
     """Return the results of a command, its main figure first, as JSON holds them; with a path, write them."""
     head = {"command": command, "written": datetime.now(UTC).isoformat(timespec="seconds")}
-    results = {**head, "figure": {"title": title, **asdict(figure)}, **details}
-    return to_jsonable(results) if path is None else write_results(path, results)
+    return write_results(path, {**head, "figure": {"title": title, **asdict(figure)}, **details})
+
+
+def describe_inputs(
+    config: Settings, frozen: FrozenBackbone, train: LabelledFeatures, val: LabelledFeatures
+) -> dict[str, Any]:
+    """Return what an evaluation rests on, for a results file."""
+    return {
+        "settings": config.model_dump(mode="json"),
+        "given": config.model_dump(mode="json", exclude_unset=True),
+        "weights": frozen.describe_weights(),
+        # No image is its own neighbour.
+        "images": {"train": len(train) - (train is val), "val": len(val)},
+        "classes": len(val.classes),
+        "task": val.task,
+    }
 
 
 @dataclass(frozen=True)
