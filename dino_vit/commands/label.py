@@ -140,7 +140,9 @@ def choose(
     typical = order_to_label(features, density, labelled, config.seed)
     unlabelled = [row for row in shuffled if not labelled[row]]
     sample = unlabelled[: min(SAMPLE, len(unlabelled) // 5, config.images // 5)]
-    guesses = [_guess(*each) for each in rows]
+    guesses = [
+        (guess.label, as_number(guess.confidence)) if guess and not given else None for given, guess in rows
+    ]
     unsure = [row for _, row in sorted((guess[1], row) for row, guess in enumerate(guesses) if guess)]
     quarter = config.images // 4
     some = [*sample, *labelled.nonzero()[:quarter, 0].tolist(), *unsure[:quarter], *typical, *shuffled]
@@ -157,10 +159,6 @@ def choose(
         "neighbours": near.tolist(),
         "looked_at": len(features),
     }
-
-
-def _guess(given: Entry | None, guess: Entry | None) -> tuple[str, float] | None:
-    return None if given or not guess else (guess.label, as_number(guess.confidence))
 
 
 def _numbered(rows: Iterable[int], numbers: dict[int, int]) -> list[int]:
