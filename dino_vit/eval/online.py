@@ -22,7 +22,7 @@ from dino_vit.data.image_set import ImageSet, random_indices
 from dino_vit.eval.holdout import choose_folds
 from dino_vit.eval.neighbours import neighbour_means, weighted_knn
 from dino_vit.eval.sets import divide, labelled_subset
-from dino_vit.eval.statistics import TITLES, measure, trivial_baselines
+from dino_vit.eval.statistics import TITLES, largest_class, measure
 from dino_vit.features.batches import missing_indices, warn_of_unreadable
 from dino_vit.features.frozen import FrozenBackbone, build_baseline
 from dino_vit.features.readings import FITTED_IMAGES, fit_levelling, levelled_spec
@@ -200,8 +200,8 @@ class OnlineEvaluation:
             return None
         targets = self.targets[self.votes :]
         if self.task == "multiclass":
-            trivial = trivial_baselines(targets.numpy(), self.source.labels.names)
-            largest, chance = trivial["largest_class"]["percent"], trivial["chance"]
+            names = self.source.labels.names
+            largest, chance = largest_class(targets.numpy(), names)[1], 100 / len(names)
         else:
             guess, rows = targets.mean(dim=0).expand_as(targets), torch.arange(len(self.targets))
             largest, chance = None, max(0.0, self._judge(guess, rows)["percent"])

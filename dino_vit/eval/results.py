@@ -31,9 +31,9 @@ from dino_vit.eval.statistics import (
     Figure,
     PerImageMetric,
     Predictions,
+    largest_class,
     measure,
     measured_share,
-    trivial_baselines,
 )
 from dino_vit.features.frozen import FrozenBackbone, frozen_backbones
 from dino_vit.weights.hub import is_name
@@ -203,11 +203,10 @@ def conclude(
     details = {**details, "figures": judged.figures, "per_class": judged.rows}
     text, what = [*lines], "label"
     if predictions:
-        guesses, what = trivial_baselines(predictions.targets, predictions.classes), "class"
-        name, percent = guesses["largest_class"].values()
-        random = f"random guessing {guesses['chance']:.1f} %"
-        text.append(f"always guessing {name} scores {percent:.1f} %, {random}")
-        details |= guesses
+        name, percent = largest_class(predictions.targets, predictions.classes)
+        chance, what = 100 / len(predictions.classes), "class"
+        text.append(f"always guessing {name} scores {percent:.1f} %, random guessing {chance:.1f} %")
+        details |= {"largest_class": percent, "chance": chance}
     text += [lowest(what, judged.rows), *([str(path)] if path else [])]
     return EvaluationResult(
         figure=measured.figure,

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 import torch
@@ -96,15 +95,10 @@ class Predictions:
         return {self.classes[target]: accuracy(right, images) for target, right, images in rows}
 
 
-def trivial_baselines(targets: NDArray[np.int64], classes: Sequence[str]) -> dict[str, Any]:
-    """Return what a guess by chance, and always the largest class, come to in per cent."""
+def largest_class(targets: NDArray[np.int64], classes: Sequence[str]) -> tuple[str, float]:
+    """Return the largest class, and what always guessing it comes to in per cent."""
     counts = np.bincount(targets, minlength=len(classes))
-    largest = int(counts.argmax())
-    percent = round(100 * int(counts[largest]) / max(len(targets), 1), 4)
-    return {
-        "chance": round(100 / len(classes), 4),
-        "largest_class": {"name": classes[largest], "percent": percent},
-    }
+    return classes[int(counts.argmax())], 100 * int(counts.max()) / max(len(targets), 1)
 
 
 @dataclass(frozen=True, kw_only=True)
