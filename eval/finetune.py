@@ -42,7 +42,7 @@ from dino_vit.core.process import locked
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import choose_precision, start_processes
 from dino_vit.core.text import plural
-from dino_vit.eval.knn import classify
+from dino_vit.eval.knn import judge
 from dino_vit.eval.results import EvaluationResult, conclude, judge_classes
 from dino_vit.eval.sets import labelled_features, open_sets
 from dino_vit.eval.statistics import TOP_K, Figure, Predictions, accuracy
@@ -206,7 +206,7 @@ def _before(tuning: Finetuning) -> Figure:
     names = ("source", "weights", "network", "size", "batch_size", "precision")
     frozen = frozen_backbone(KnnConfig(**config.model_dump(include=set(names))))
     bank, queries = (labelled_features(frozen, images) for images in (tuning.train, tuning.val))
-    return classify(bank, queries, [NEIGHBOURS], frozen.device)[NEIGHBOURS].top(1)
+    return judge(bank, queries, [NEIGHBOURS], frozen.device)[NEIGHBOURS].measured.figure
 
 
 def _result(tuning: Finetuning) -> EvaluationResult:

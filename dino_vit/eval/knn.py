@@ -26,7 +26,7 @@ from dino_vit.eval.results import (
     open_inputs,
 )
 from dino_vit.eval.sets import LabelledFeatures, Sets, features_of_sets
-from dino_vit.eval.statistics import TITLES, Predictions
+from dino_vit.eval.statistics import TITLES
 from dino_vit.features.frozen import FrozenBackbone
 from dino_vit.features.readings import fit_reading
 from dino_vit.models.backbone import FeatureSpec
@@ -60,31 +60,15 @@ def evaluate(
 def judge(
     train: LabelledFeatures, val: LabelledFeatures, k: Sequence[int], device: torch.device
 ) -> dict[int, Judged]:
-    """Judge what the neighbours say of images, for each k."""
-    if val.task == "multilabel":
-        means = predict(train, val, k, device)
-        return {count: judge_labels(val, outputs) for count, outputs in means.items()}
-    scores = predict(train, val, k, device) if has_two_classes(val) else {}
-    classified = classify(train, val, k, device)
-    return {count: judge_classes(each, scores.get(count)) for count, each in classified.items()}
-
-
-def predict(
-    train: LabelledFeatures, val: LabelledFeatures, k: Sequence[int], device: torch.device
-) -> dict[int, Tensor]:
-    """Return the neighbours' mean labels, of two classes the share of the second: (n, c)."""
-    mine = rank_slice(range(len(val)))
-    asked, targets = val.features[mine.start : mine.stop].to(device), train.targets.view(len(train), -1)
-    offset = mine.start if val is train else None
-    means = neighbour_means(train.features, targets, asked, k=k, self_offset=offset)
-    return {count: all_gather(outputs) for count, outputs in means.items()}
-
-
-def classify(
-    train: LabelledFeatures, val: LabelledFeatures, k: Sequence[int], device: torch.device
-) -> dict[int, Predictions]:
-    """Classify all images of `val` for each k; each process does a share of them."""
-    mine = rank_slice(range(len(val)))
+    """Judge what the neighbours say of images, for each k; each process asks for a share of them."""
+    mine, means = rank_slice(range(len(val))), dict[int, Tensor]()
     asked, offset = val.features[mine.start : mine.stop], mine.start if val is train else None
+    if val.task == "multilabel" or has_two_classes(val):
+        targets = train.targets.view(len(train), -1)  # of two classes the second
+        found = neighbour_means(train.features, targets, asked.to(device), k=k, self_offset=offset)
+        means = {count: all_gather(outputs) for count, outputs in found.items()}
+    if val.task == "multilabel":
+        return {count: judge_labels(val, outputs) for count, outputs in means.items()}
     ranked = weighted_knn(train.features, train.targets, asked, k=k, self_offset=offset, device=device)
-    return {k: val.predictions(all_gather(best)) for k, best in ranked.items()}
+    predictions = {count: val.predictions(all_gather(best)) for count, best in ranked.items()}
+    return {count: judge_classes(each, means.get(count)) for count, each in predictions.items()}
