@@ -43,9 +43,9 @@ from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import choose_precision, start_processes
 from dino_vit.core.text import plural
 from dino_vit.eval.knn import judge
-from dino_vit.eval.results import EvaluationResult, conclude, judge_classes
-from dino_vit.eval.sets import labelled_features, open_sets
-from dino_vit.eval.statistics import TOP_K, Figure, Predictions, accuracy
+from dino_vit.eval.results import EvaluationResult, Judged, conclude, judge_classes
+from dino_vit.eval.sets import LabelledFeatures, labelled_features, open_sets
+from dino_vit.eval.statistics import TOP_K, Figure, accuracy
 from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
 from dino_vit.method import optim
 from dino_vit.method.optim import warmup_cosine
@@ -170,22 +170,19 @@ class Finetuning(EpochTraining):
         self.optimizer.zero_grad(set_to_none=True)
         return mean
 
-    def predict(self) -> Predictions:
+    def judge(self) -> Judged:
         """Classify the evaluation images, which the processes share."""
         features = self.evaluated.extract(self.val.images, rank_slice(range(len(self.val))))
         with torch.no_grad():
             ranked = self.model.head(features.values).topk(min(TOP_K, len(self.val.classes))).indices
         rows = all_gather(features.indices).numpy()
-        return Predictions(
-            images=self.val.indices[rows],
-            ranked=all_gather(ranked).cpu().numpy(),
-            targets=self.val.targets[rows],
-            classes=self.val.classes,
-        )
+        targets = torch.from_numpy(self.val.targets[rows])
+        values, indices = all_gather(features.values), self.val.indices[rows]
+        return judge_classes(LabelledFeatures(values, targets, indices, self.val.classes), all_gather(ranked))
 
     def evaluate(self) -> dict[str, Any]:
         """Return the figures after an epoch."""
-        figures: dict[str, Any] = judge_classes(self.predict()).figures
+        figures: dict[str, Any] = self.judge().figures
         return figures if self.history else {**figures, "knn_before": self.before}
 
 
@@ -225,7 +222,7 @@ def _result(tuning: Finetuning) -> EvaluationResult:
             step=len(history) * tuning.loader.steps_per_epoch,
             config={**facts["config"], "classes": facts["classes"]},
         )
-    judged, before = judge_classes(tuning.predict()), tuning.before
+    judged, before = tuning.judge(), tuning.before
     assert before
     details = {**facts, "settings": facts["config"], "history": history, "knn_before": before}
     low = ": fine-tuning ends below it, so try more epochs, or classify with `dino-vit linear`"

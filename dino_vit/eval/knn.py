@@ -70,5 +70,4 @@ def judge(
     if val.task == "multilabel":
         return {count: judge_labels(val, outputs) for count, outputs in means.items()}
     ranked = weighted_knn(train.features, train.targets, asked, k=k, self_offset=offset, device=device)
-    predictions = {count: val.predictions(all_gather(best)) for count, best in ranked.items()}
-    return {count: judge_classes(each, means.get(count)) for count, each in predictions.items()}
+    return {count: judge_classes(val, all_gather(best), means.get(count)) for count, best in ranked.items()}

@@ -131,8 +131,8 @@ def judge_head(head: LinearHeads, images: LabelledFeatures) -> Judged:
     scores = head_scores(head, images.features)[:, 0]
     if images.task == "multilabel":
         return judge_labels(images, scores.sigmoid())
-    predictions = images.predictions(scores.topk(min(TOP_K, scores.shape[1])).indices)
-    return judge_classes(predictions, scores[:, 1:] - scores[:, :1] if has_two_classes(images) else None)
+    ranked = scores.topk(min(TOP_K, scores.shape[1])).indices
+    return judge_classes(images, ranked, scores[:, 1:] - scores[:, :1] if has_two_classes(images) else None)
 
 
 def _percents(heads: LinearHeads, images: LabelledFeatures) -> Tensor:

@@ -143,17 +143,23 @@ class Judged:
         return ", ".join(f"{title} {figure} %" for title, figure in self.figures.items())
 
 
-def judge_classes(predictions: Predictions, scores: Tensor | None = None) -> Judged:
-    """Judge what classes images are taken for; with scores (n, 1) of the second of two classes, AUROC too."""
-    images, title = predictions.images, TITLES["multiclass"]
-    measured = measured_share(title, images, torch.from_numpy(predictions.right))
+def judge_classes(images: LabelledFeatures, ranked: Tensor, scores: Tensor | None = None) -> Judged:
+    """Judge the classes that are ranked first for each image, (n, k).
+
+    With scores (n, 1) of the second of two classes also by AUROC.
+    """
+    indices, title, targets = images.indices, TITLES["multiclass"], images.targets.cpu()
+    predictions = Predictions(
+        images=indices, ranked=ranked.cpu().numpy(), targets=targets.numpy(), classes=images.classes
+    )
+    measured = measured_share(title, indices, torch.from_numpy(predictions.right))
     figures: dict[str, Figure] = {title: measured.figure}
-    if len(predictions.classes) > TOP_K:  # otherwise it is right whatever the answers
+    if len(images.classes) > TOP_K:  # otherwise it is right whatever the answers
         figures[f"top-{TOP_K}"] = predictions.top(TOP_K)
     figures["mean of classes"] = predictions.mean_of_classes()
     if scores is not None:
-        targets = torch.from_numpy(predictions.targets)[:, None]
-        figures |= {each.title: each.figure for each in measure("multiclass", images, scores, targets)}
+        measures = measure("multiclass", indices, scores, targets[:, None])
+        figures |= {each.title: each.figure for each in measures}
     rows = {name: {title: each, "images": each.images} for name, each in predictions.per_class().items()}
     return Judged(measured, figures, rows, predictions)
 

@@ -20,7 +20,6 @@ from dino_vit.data.image_set import ImageSet
 from dino_vit.data.labels import HELD_OUT, TRAIN
 from dino_vit.data.open import has_cells, open_source
 from dino_vit.eval.holdout import choose_folds, find_runs, numbers_of, series_of
-from dino_vit.eval.statistics import Predictions
 from dino_vit.features.frozen import FrozenBackbone
 from dino_vit.features.readings import joined_features
 from dino_vit.models.backbone import CLS, FeatureSpec
@@ -258,15 +257,6 @@ class LabelledFeatures:
     def __getitem__(self, rows: Rows) -> "LabelledFeatures":
         features, targets, indices = self.features[rows], self.targets[rows], self.indices[rows]
         return replace(self, features=features, targets=targets, indices=indices)
-
-    def predictions(self, ranked: Tensor) -> Predictions:
-        """Return the classes that a classifier ranks first for each image, (n, k)."""
-        return Predictions(
-            images=self.indices,
-            ranked=ranked.cpu().numpy(),
-            targets=self.targets.cpu().numpy(),
-            classes=self.classes,
-        )
 
 
 def labelled_features(
