@@ -72,7 +72,7 @@ def evaluate(
     row, column = divmod(best, len(inputs))
     figure = "by their loss" if figures[best] is None else f"{figures[best]:.2f} %"
     lines = [
-        f"on {plural(len(val), 'image')}, trained on {len(train):,}: {judged.summary}",
+        f"trained on {plural(len(train), 'image')}, judged on {len(val):,}: {judged.summary}",
         f"C {STANDARD_CS[row]:.3g}, {inputs[column].title}: the best of {len(tried)} heads on "
         f"{plural(len(held_out), 'training image')} that no head was trained on: {figure}",
     ]
