@@ -35,7 +35,7 @@ from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import format_table, plural, progress
 from dino_vit.eval.linear import best_head, judge_head, nth_head
 from dino_vit.eval.logistic import train_logistic
-from dino_vit.eval.results import METRIC, EvaluationResult, conclude, describe_inputs, output_of
+from dino_vit.eval.results import EvaluationResult, conclude, describe_inputs, output_of
 from dino_vit.eval.sets import LabelledFeatures, features_of_sets, open_sets
 from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
 from dino_vit.method.optim import warmup_cosine
@@ -82,7 +82,7 @@ def run(config: LinearGridConfig) -> EvaluationResult:
     starts = range(0, len(cells), len(inputs))
     rows = [[f"{x:.3g}", *cells[n : n + len(inputs)]] for x, n in zip(values, starts, strict=True)]
     text = [
-        f"{METRIC['multiclass']} (%), on {plural(len(val), 'image')}, trained on {len(train):,}",
+        f"Accuracy (%), on {plural(len(val), 'image')}, trained on {len(train):,}",
         format_table([name, *(spec.title for spec in inputs)], rows),
         f"* best, chosen on the images that it is evaluated on, as published: {judged.summary}",
     ]

@@ -15,7 +15,6 @@ from dino_vit.core.distributed import all_gather, rank_slice
 from dino_vit.core.text import format_table, plural
 from dino_vit.eval.neighbours import neighbour_means, weighted_knn
 from dino_vit.eval.results import (
-    METRIC,
     EvaluationResult,
     Judged,
     conclude,
@@ -47,7 +46,8 @@ def evaluate(
     bank = replace(train, features=read(train.features))
     train, val = bank, bank if val is train else replace(val, features=read(val.features))
     how = "leave-one-out" if val is train else f"by {plural(len(train), 'image')} of {sets[0].name}"
-    heading = f"{METRIC[val.task]} (%), {how}, on {plural(len(val), 'image')} of {sets[1].name}"
+    metric = "Accuracy" if val.task == "multiclass" else TITLES[val.task]
+    heading = f"{metric} (%), {how}, on {plural(len(val), 'image')} of {sets[1].name}"
     heading += "; k neighbours vote; in brackets 95 % intervals\n"
     judged = judge(train, val, config.k, frozen.device)
     first, rows = config.k[0], [[str(k), *map(str, each.figures.values())] for k, each in judged.items()]

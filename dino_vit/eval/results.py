@@ -40,7 +40,6 @@ from dino_vit.weights.hub import is_name
 from dino_vit.weights.read_file import check_weights
 
 _SHOWN = 10
-METRIC = TITLES | {"multiclass": "Accuracy"}  # at the head of a table
 
 
 def output_of(config: Settings, loaded: str, sets: Sequence[LabelledSubset] = ()) -> Path:

@@ -176,11 +176,11 @@ def open_sets(config: LabelledConfig, blocks: int | None = VAL_SHARE, source: Im
 
     All processes must see the same.
     """
-
-    def describe(sets: Sets) -> str:
-        return " and ".join(f"{plural(len(each), 'image')} ({each.fingerprint})" for each in sets)
-
-    return agree("labelled images", lambda: _open_sets(config, blocks, source), describe)
+    return agree(
+        "labelled images",
+        lambda: _open_sets(config, blocks, source),
+        lambda sets: " and ".join(f"{plural(len(each), 'image')} ({each.fingerprint})" for each in sets),
+    )
 
 
 def _open_sets(config: LabelledConfig, blocks: int | None, source: ImageSet | None) -> Sets:
