@@ -32,7 +32,7 @@ from dino_vit.core.distributed import all_reduce_mean, is_main_process
 from dino_vit.core.invocation import after_figures
 from dino_vit.core.storage import pickled, write_bytes
 from dino_vit.core.text import plural
-from dino_vit.eval.linear import count_correct, top_classes
+from dino_vit.eval.linear import count_correct, judge_head
 from dino_vit.eval.results import EvaluationResult, conclude, output_of
 from dino_vit.eval.sets import LabelledSubset, labelled_features, open_sets
 from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
@@ -41,7 +41,7 @@ from dino_vit.models.backbone import FeatureSpec
 from dino_vit.models.classifiers import LinearHeads
 from dino_vit.views.augment import ViewAugment
 from dino_vit.views.geometry import View
-from supervised import MOMENTUM, EpochTraining, SupervisedLoader, initial_weight
+from supervised import MOMENTUM, EpochTraining, SupervisedLoader, initial_weight, require_one_class
 
 
 class Dino2021Config(SupervisedConfig, CachedConfig):
@@ -70,14 +70,14 @@ def run(config: Dino2021Config) -> EvaluationResult:
     if config.output:
         check_outputs(config, head)
     train, val = open_sets(config)
-    train.require_one_class("eval/dino2021.py")
+    require_one_class(train, "eval/dino2021.py")
     training = HeadTraining(config, frozen, train, val, output.with_suffix(".state"))
     training.run(config.epochs)
     if is_main_process():  # in the reference's format
         tensors = {f"module.linear.{name}": tensor for name, tensor in training.module.state_dict().items()}
         with after_figures():
             write_bytes(head, pickled({"state_dict": tensors}))
-    predictions = training.val.predictions(top_classes(training.head, training.val.features))
+    judged = judge_head(training.head, training.val)
     percents = [epoch["percent"] for epoch in training.history]
     best = max(percents)
     details = {
@@ -85,16 +85,15 @@ def run(config: Dino2021Config) -> EvaluationResult:
         "settings": config.model_dump(mode="json"),
         "images": len(training.val),
         "classes": len(train.classes),
-        **predictions.figures(),
         "head": str(head),
         "percents": percents,
     }
     text = (
-        f"{predictions.summary()}\n"
+        f"{judged.summary}\n"
         f"trained on {plural(len(train), 'image')} for {plural(config.epochs, 'epoch')}; best after "
         f"epoch {percents.index(best) + 1}: {best:.2f} %, the figure that the 2021 code reports\n{head}"
     )
-    return conclude("dino2021", output, "linear top-1", predictions, details, [text])
+    return conclude("dino2021", output, "linear top-1", judged, details, [text])
 
 
 class HeadTraining(EpochTraining):

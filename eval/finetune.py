@@ -42,10 +42,10 @@ from dino_vit.core.process import locked
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import choose_precision, start_processes
 from dino_vit.core.text import plural
-from dino_vit.eval.knn import classify
-from dino_vit.eval.results import EvaluationResult, conclude
-from dino_vit.eval.sets import labelled_features, open_sets
-from dino_vit.eval.statistics import TOP_K, Figure, Predictions, accuracy
+from dino_vit.eval.knn import judge
+from dino_vit.eval.results import EvaluationResult, Judged, conclude, judge_classes
+from dino_vit.eval.sets import LabelledFeatures, labelled_features, open_sets
+from dino_vit.eval.statistics import TOP_K, Figure, accuracy
 from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
 from dino_vit.method import optim
 from dino_vit.method.optim import warmup_cosine
@@ -56,7 +56,7 @@ from dino_vit.views.build import rotated
 from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.views.geometry import View
 from dino_vit.weights import load_backbone, save_backbone
-from supervised import EpochTraining, SupervisedLoader
+from supervised import EpochTraining, SupervisedLoader, require_one_class
 
 MIN_LR = 1e-6  # at the end
 NEIGHBOURS = 20
@@ -114,7 +114,7 @@ class Finetuning(EpochTraining):
     def __init__(self, config: FinetuneConfig, accelerator: Accelerator) -> None:
         self.config = config
         self.train, self.val = open_sets(config)
-        self.train.require_one_class("eval/finetune.py")
+        require_one_class(self.train, "eval/finetune.py")
         torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK))
         self.model = build_model(config, len(self.train.classes)).to(accelerator.device)
         bf16 = choose_precision(config.precision, accelerator.device) == "bf16"
@@ -170,22 +170,19 @@ class Finetuning(EpochTraining):
         self.optimizer.zero_grad(set_to_none=True)
         return mean
 
-    def predict(self) -> Predictions:
+    def judge(self) -> Judged:
         """Classify the evaluation images, which the processes share."""
         features = self.evaluated.extract(self.val.images, rank_slice(range(len(self.val))))
         with torch.no_grad():
             ranked = self.model.head(features.values).topk(min(TOP_K, len(self.val.classes))).indices
         rows = all_gather(features.indices).numpy()
-        return Predictions(
-            images=self.val.indices[rows],
-            ranked=all_gather(ranked).cpu().numpy(),
-            targets=self.val.targets[rows],
-            classes=self.val.classes,
-        )
+        targets = torch.from_numpy(self.val.targets[rows])
+        values, indices = all_gather(features.values), self.val.indices[rows]
+        return judge_classes(LabelledFeatures(values, targets, indices, self.val.classes), all_gather(ranked))
 
     def evaluate(self) -> dict[str, Any]:
-        """Return the figures after an epoch; those of each class would fill the checkpoints."""
-        figures = {name: value for name, value in self.predict().figures().items() if name != "per_class"}
+        """Return the figures after an epoch."""
+        figures: dict[str, Any] = self.judge().figures
         return figures if self.history else {**figures, "knn_before": self.before}
 
 
@@ -206,7 +203,7 @@ def _before(tuning: Finetuning) -> Figure:
     names = ("source", "weights", "network", "size", "batch_size", "precision")
     frozen = frozen_backbone(KnnConfig(**config.model_dump(include=set(names))))
     bank, queries = (labelled_features(frozen, images) for images in (tuning.train, tuning.val))
-    return classify(bank, queries, [NEIGHBOURS], frozen.device)[NEIGHBOURS].top(1)
+    return judge(bank, queries, [NEIGHBOURS], frozen.device)[NEIGHBOURS].measured.figure
 
 
 def _result(tuning: Finetuning) -> EvaluationResult:
@@ -225,19 +222,17 @@ def _result(tuning: Finetuning) -> EvaluationResult:
             step=len(history) * tuning.loader.steps_per_epoch,
             config={**facts["config"], "classes": facts["classes"]},
         )
-    predictions, before = tuning.predict(), tuning.before
+    judged, before = tuning.judge(), tuning.before
     assert before
-    after = predictions.top(1)
-    last = {**history[-1], **predictions.figures()}
-    details = {**facts, "settings": facts["config"], "history": history, "last": last, "knn_before": before}
+    details = {**facts, "settings": facts["config"], "history": history, "knn_before": before}
     low = ": fine-tuning ends below it, so try more epochs, or classify with `dino-vit linear`"
-    advice = low if after.value < before.value else ""
+    advice = low if judged.measured.figure.value < before.value else ""
     text = (
-        f"after {plural(len(history), 'epoch')}: {predictions.summary()}\n"
+        f"after {plural(len(history), 'epoch')}: {judged.summary}\n"
         f"k-NN of the network before fine-tuning: {before} %{advice}\n"
-        f"{weights}: the network, for load_backbone({str(folder)!r}, num_classes={len(predictions.classes)})"
+        f"{weights}: the network, for load_backbone({str(folder)!r}, num_classes={len(facts['classes'])})"
     )
-    return conclude("finetune", folder / RESULTS, "top-1", predictions, details, [text])
+    return conclude("finetune", folder / RESULTS, "top-1", judged, details, [text])
 
 
 if __name__ == "__main__":

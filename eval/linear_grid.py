@@ -17,6 +17,7 @@ Published top-1 on ImageNet in %, by the grid: DINOv2's ViT-S/14 81.1, B/14 84.5
 
 import sys
 from collections.abc import Sequence
+from itertools import product
 from typing import ClassVar, Literal
 
 import torch
@@ -30,17 +31,17 @@ from dino_vit.config.settings import Count, NonEmpty, Positive, setting
 from dino_vit.core import log
 from dino_vit.core.distributed import all_gather, rank_slice, to_device
 from dino_vit.core.runtime import start_processes
-from dino_vit.core.text import progress
-from dino_vit.eval.linear import Grid, conclude_best
+from dino_vit.core.text import format_table, plural, progress
+from dino_vit.eval.linear import best_head, judge_head, nth_head
 from dino_vit.eval.logistic import train_logistic
-from dino_vit.eval.results import EvaluationResult, output_of
-from dino_vit.eval.sets import features_of_sets, open_sets
-from dino_vit.features.frozen import frozen_backbone
+from dino_vit.eval.results import EvaluationResult, conclude, describe_inputs, output_of
+from dino_vit.eval.sets import LabelledFeatures, features_of_sets, open_sets
+from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
 from dino_vit.method.optim import warmup_cosine
-from dino_vit.models.backbone import CLS, simple_specs
+from dino_vit.models.backbone import CLS, FeatureSpec, simple_specs
 from dino_vit.models.classifiers import LinearHeads
 from dino_vit.views.sampler import Sampler
-from supervised import MOMENTUM, initial_weight
+from supervised import MOMENTUM, initial_weight, require_one_class
 
 RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
 CS = tuple(10 ** (-6 + step / 4) for step in range(45))
@@ -61,30 +62,50 @@ def run(config: LinearGridConfig) -> EvaluationResult:
     """Train all heads and write the JSON; the figures are those of the best."""
     start_processes()
     sets = open_sets(config)  # a mistake in labels is found before weights are loaded
-    sets[0].require_one_class("eval/linear_grid.py")
+    require_one_class(sets[0], "eval/linear_grid.py")
     frozen = frozen_backbone(config)
     output = output_of(config, frozen.model.provenance.source)
     is_grid = config.method == "grid"
     inputs = sorted(simple_specs(frozen.model), key=lambda spec: spec.blocks) if is_grid else [CLS]
     train, val = features_of_sets(frozen, sets, inputs[-1])
+    heads = _train(config, train, inputs, frozen)
+    best, percents = best_head(heads, val)
+    judged = judge_head(nth_head(heads, best), val)
+    name, values = ("rate", config.rates) if is_grid else ("C", CS)
+    table = [
+        {name: value, "blocks": spec.blocks, "mean": spec.with_mean, "top-1": round(percent, 4)}
+        for (value, spec), percent in zip(product(values, inputs), percents, strict=True)
+    ]
+    details = describe_inputs(config, frozen, train, val) | {"table": table}
+    cells = [f"{percent:.2f}{'*' if number == best else ' '}" for number, percent in enumerate(percents)]
+    starts = range(0, len(cells), len(inputs))
+    rows = [[f"{x:.3g}", *cells[n : n + len(inputs)]] for x, n in zip(values, starts, strict=True)]
+    text = [
+        f"Accuracy (%), on {plural(len(val), 'image')}, trained on {len(train):,}",
+        format_table([name, *(spec.title for spec in inputs)], rows),
+        f"* best, chosen on the images that it is evaluated on, as published: {judged.summary}",
+    ]
+    return conclude("linear_grid", output, "linear top-1", judged, details, text)
+
+
+def _train(
+    config: LinearGridConfig, train: LabelledFeatures, inputs: Sequence[FeatureSpec], frozen: FrozenBackbone
+) -> list[LinearHeads]:
+    """Return for each input the heads of all rates, or of all C."""
     classes, device = len(train.classes), frozen.device
-    if is_grid:
-        heads = train_heads(
-            train.features,
-            train.targets,
-            columns=[spec.columns_in(inputs[-1], frozen.model.width) for spec in inputs],
-            rates=config.rates,
-            classes=classes,
-            steps=config.steps,
-            seed=config.seed,
-            device=device,
-        )
-        grid = Grid("rate", config.rates, inputs, heads)
-    else:
+    if config.method == "logistic":
         features, targets = train.features.to(device), train.targets.to(device)
-        grid = Grid("C", CS, inputs, [train_logistic(features, targets, cs=CS, classes=classes)])
-    details = {"settings": config.model_dump(mode="json"), "weights": frozen.describe_weights()}
-    return conclude_best("linear_grid", output, grid, train, val, val, details)
+        return [train_logistic(features, targets, cs=CS, classes=classes)]
+    return train_heads(
+        train.features,
+        train.targets,
+        columns=[spec.columns_in(inputs[-1], frozen.model.width) for spec in inputs],
+        rates=config.rates,
+        classes=classes,
+        steps=config.steps,
+        seed=config.seed,
+        device=device,
+    )
 
 
 @torch.no_grad()

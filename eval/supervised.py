@@ -35,6 +35,12 @@ def initial_weight(classes: int, inputs: int, seed: int) -> Tensor:
     return _INITIAL_STD * torch.randn(classes, inputs, generator=generator)
 
 
+def require_one_class(images: LabelledSubset, program: str) -> None:
+    """Raise an error unless each image has one class."""
+    if images.task != "multiclass":
+        raise ValueError(f"{program} needs one class for each image; {images.name} has several")
+
+
 class SupervisedLoader:
     """This process's share of every batch of augmented, normalised images and their classes, on the device.
 

@@ -45,7 +45,9 @@ def run(config: InspectConfig) -> Facts:
     summary = inspect_images(source, indices, max_pixels=config.max_pixels)
     facts = describe_images(name, source, summary)
     if config.sheet:
-        training = training_config(config.pretrain, source, summary)
+        file = config.pretrain
+        given = load(PretrainConfig, Path(file) if file else None, [] if file else ["recipe=auto"])
+        training = decide(given, RunFacts(images=image_facts(source, summary))).config
         sheet = draw_views(Path(config.sheet), source, summary, training)
         with after_figures():
             write_bytes(Path(config.sheet), sheet)
@@ -53,12 +55,6 @@ def run(config: InspectConfig) -> Facts:
         log.info("%s: the views that training would use, %s (%s)", config.sheet, training.views.title, whose)
     text = json.dumps(facts, indent=2, ensure_ascii=False) if config.as_json else "\n".join(as_text(facts))
     return Facts(facts=facts, text=text)
-
-
-def training_config(file: str | None, source: ImageSet, summary: ImageSummary) -> PretrainConfig:
-    """Return the settings of a training on the source, completed from its images."""
-    config = load(PretrainConfig, Path(file) if file else None, [] if file else ["recipe=auto"])
-    return decide(config, RunFacts(images=image_facts(source, summary))).config
 
 
 def describe_images(name: str, source: ImageSet, summary: ImageSummary) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,9 +54,12 @@ def run(config: LabelConfig) -> Written:
     labelled = [index for index in range(len(source)) if given and find_entry(given, source, index)]
     drawn = random_indices(source, config.seed)
     spec = spec_to_choose_from(frozen.model)  # one forward pass is for both commands
-    some = list(dict.fromkeys([*labelled[: MOST // 2], *drawn]))[:MOST] if len(source) > MOST else None
-    title = f"features of {public(config.source)}"
-    values, indices = cached_features(frozen, source, spec=spec, indices=some, title=title)
+    some = np.arange(len(source))
+    if len(source) > MOST:
+        some = np.array([*dict.fromkeys([*labelled[: MOST // 2], *drawn])][:MOST])
+    images = source.subset(some) if len(source) > MOST else source
+    values, kept = cached_features(frozen, images, spec=spec, title=f"features of {public(config.source)}")
+    indices = some[kept]
     if not is_main_process():
         return Written(path=output, text="")
     places = {index: place for place, index in enumerate(indices.tolist())}
@@ -136,7 +140,9 @@ def choose(
     typical = order_to_label(features, density, labelled, config.seed)
     unlabelled = [row for row in shuffled if not labelled[row]]
     sample = unlabelled[: min(SAMPLE, len(unlabelled) // 5, config.images // 5)]
-    guesses = [_guess(*each) for each in rows]
+    guesses = [
+        (guess.label, as_number(guess.confidence)) if guess and not given else None for given, guess in rows
+    ]
     unsure = [row for _, row in sorted((guess[1], row) for row, guess in enumerate(guesses) if guess)]
     quarter = config.images // 4
     some = [*sample, *labelled.nonzero()[:quarter, 0].tolist(), *unsure[:quarter], *typical, *shuffled]
@@ -153,10 +159,6 @@ def choose(
         "neighbours": near.tolist(),
         "looked_at": len(features),
     }
-
-
-def _guess(given: Entry | None, guess: Entry | None) -> tuple[str, float] | None:
-    return None if given or not guess else (guess.label, as_number(guess.confidence))
 
 
 def _numbered(rows: Iterable[int], numbers: dict[int, int]) -> list[int]:

@@ -74,9 +74,8 @@ def run(config: PackConfig) -> PackResult:
     if config.output is None:
         raise ValueError("output is missing: give the folder to write, or index_only=true")
     output = Path(config.output)
-    _check_absent(output)
-    source = open_source(config.source, config.labels, several=config.several)
     with _incomplete(output) as folder:
+        source = open_source(config.source, config.labels, several=config.several)
         packed = pack(source, folder, shard_bytes=config.shard_size * 2**20, size=config.size)
     if packed.unreadable:
         count, text = len(packed.unreadable), "%d of %d images cannot be read and are left out:%s"
@@ -92,16 +91,12 @@ def run(config: PackConfig) -> PackResult:
     return replace(packed, shards=shards, text="\n".join(lines))
 
 
-def _check_absent(output: Path) -> None:
-    """Raise for anything but an empty folder of the name of the output."""
+@contextmanager
+def _incomplete(output: Path) -> Iterator[Path]:
+    """Yield a hidden folder, which becomes the output at the end; in its place may be an empty folder."""
     is_empty = output.is_dir() and not output.is_symlink() and not any(output.iterdir())
     if os.path.lexists(output) and not is_empty:
         raise ValueError(f"{output} already exists; give another folder, or remove it")
-
-
-@contextmanager
-def _incomplete(output: Path) -> Iterator[Path]:
-    """Yield a hidden folder, which becomes the output at the end."""
     folder = output.with_name(f".{output.name}.partial")
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier attempt
     try:

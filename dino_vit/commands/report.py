@@ -95,9 +95,8 @@ def attention_rows(teacher: FrozenBackbone, source: ImageSet, indices: list[int]
 def images_of_map(source: ImageSet, seed: int, count: int) -> list[int]:
     """Draw the images to show: those with a label, then others, which are drawn below them."""
     order = np.array(random_indices(source, seed))
-    has_label = source.codes(order) >= 0
-    labelled = order[has_label][:count].tolist()
-    return [*order[~has_label][: count - len(labelled)].tolist(), *labelled]
+    labelled_first = np.argsort(source.codes(order) < 0, kind="stable")[:count]
+    return order[labelled_first[::-1]].tolist()
 
 
 def build_map(

@@ -138,7 +138,7 @@ class ImageSet:
         digest = hashlib.sha256(chosen.tobytes()).hexdigest()
         return replace(
             self,
-            rows=np.asarray(self.rows)[chosen],
+            rows=self.rows_of(chosen),
             fingerprint=f"{self.fingerprint}-{len(chosen)}-{digest[:16]}",
         )
 

@@ -3,7 +3,6 @@
 b images, h heads, y x rows and columns of patches, n tokens, d channels
 """
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch.nn import functional as F
 
 from dino_vit.config.commands import AttentionConfig
 from dino_vit.config.outputs import check_outputs
-from dino_vit.core import Size, height_width, log
+from dino_vit.core import Size, log
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import Result, plural
@@ -97,6 +96,8 @@ def draw_sheets(
     if folder:  # what could not be written is said before hours of work
         files = (path for index in indices for path in files_of(folder, index, source.name(index)))
         check_outputs(config, *filter(None, paths), *files)
+    if config.size:
+        say_if_far((config.size, config.size), transform.size)
     for start, path in zip(starts, paths, strict=True):
         images: dict[int, ImageMaps] = {}
         for index in indices[start : start + SHEET_ROWS]:
@@ -108,10 +109,6 @@ def draw_sheets(
             side = config.size or drawn_side(model, transform, min(image.shape[-2:]))
             image = pictures.resize_sides(image, side, config.longest)
             batch = as_batch(model, image, transform)
-            size = height_width(batch.shape[-2:])
-            is_chosen = config.size or math.prod(size) < math.prod(transform.size)  # not shrunk by default
-            if is_chosen and not (images or sheets):  # once
-                say_if_far(size, transform.size)
             heads = cls_attention(model, batch, config.block)[0].cpu()
             tokens = patch_tokens(model, batch)[0].cpu()
             check_finite(torch.cat([heads.flatten(), tokens.flatten()]), model)

@@ -26,7 +26,7 @@ from dino_vit.eval.origins import Origins, describe_judges, may_judge, was_picke
 from dino_vit.eval.pooled import PooledFeatures
 from dino_vit.eval.sets import LabelledFeatures
 from dino_vit.eval.spreading import Spreading
-from dino_vit.eval.statistics import Figure, Z, accuracy, trivial_baselines
+from dino_vit.eval.statistics import Figure, Z, accuracy, largest_class
 from dino_vit.eval.wrong_labels import Doubts, find_wrong_labels
 from dino_vit.features.readings import Reading
 from dino_vit.weights.backbones import LoadedBackbone
@@ -58,8 +58,8 @@ def describe_training(
     by_neighbours |= {f"of {name}": each for name, each in baselines.items()}
     others = [f"{name} {each.value:.1f} %" for name, each in by_neighbours.items() if each]
     if learned.task == "multiclass":
-        guess = trivial_baselines(judging.cpu().numpy(), learned.classes)["largest_class"]
-        others.append(f"always guessing {brief(guess['name'])} {guess['percent']:.1f} %")
+        guess = largest_class(judging.cpu().numpy(), learned.classes)
+        others.append(f"always guessing {brief(guess[0])} {guess[1]:.1f} %")
         what, metric = plural(len(torch.unique(judging)), "class", "classes"), "accuracy"
         wrong = "; classes that could not be tested count as wrong" * (count < len(judging))
         plain = _how_many_are_right(figure, guess, judges + wrong)
@@ -78,11 +78,12 @@ def describe_training(
     return [plain, *_sure_ones(trials, temperature), *_weak_classes(learned, trials), figures]
 
 
-def _how_many_are_right(figure: Figure, guess: Mapping[str, Any], condition: str) -> str:
+def _how_many_are_right(figure: Figure, guess: tuple[str, float], condition: str) -> str:
     """Say how many guesses will be right, if they are better than always the same one."""
-    if figure.low <= guess["percent"]:
+    name, percent = guess
+    if figure.low <= percent:
         right = f"{figure.value:.0f} of 100 were right in cross-validation"
-        text = f"These guesses may be no better than always guessing {brief(guess['name'])}"
+        text = f"These guesses may be no better than always guessing {brief(name)}"
         return f"{text}: {right}, of {figure.images:,} images; label more images"
     return f"About {figure.value:.0f} of 100 guesses will be right, {condition}"
 

@@ -102,10 +102,9 @@ def untrained_like(trained: FrozenBackbone, seed: int) -> FrozenBackbone:
 
 
 def _effective_rank(config: CompareConfig, frozen: FrozenBackbone, source: ImageSet, name: str) -> float:
-    indices = None  # then all, whose features k-NN needs too
-    if len(source) > RANK_IMAGES:
-        indices = sorted(random_indices(source, config.seed)[:RANK_IMAGES])
-    values, _ = joined_features(frozen, source, indices=indices, title=f"features of {name}")
+    if len(source) > RANK_IMAGES:  # of fewer k-NN needs the features, too
+        source = source.subset(sorted(random_indices(source, config.seed)[:RANK_IMAGES]))
+    values, _ = joined_features(frozen, source, title=f"features of {name}")
     features = torch.from_numpy(values)
     return rankme(fit_reading(frozen, features, CLS, 0.0)(features))
 

@@ -8,10 +8,9 @@ n images, r heads (one per penalty), c classes
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,47 +19,32 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dino_vit.config.commands import LinearConfig
-from dino_vit.core.runtime import start_processes
-from dino_vit.core.text import format_table, plural
+from dino_vit.core.text import plural
 from dino_vit.eval.holdout import choose_folds
 from dino_vit.eval.logistic import STANDARD_CS, train_logistic
 from dino_vit.eval.results import (
-    METRIC,
     EvaluationResult,
-    asked_output,
+    Judged,
     conclude,
+    describe_inputs,
     has_two_classes,
-    score,
+    judge_classes,
+    judge_labels,
+    open_inputs,
 )
-from dino_vit.eval.sets import LabelledFeatures, Sets, features_of_sets, open_sets
+from dino_vit.eval.sets import LabelledFeatures, Sets, features_of_sets
 from dino_vit.eval.statistics import TITLES, TOP_K, measure
-from dino_vit.features.frozen import FrozenBackbone, frozen_backbones
-from dino_vit.models.backbone import FeatureSpec, simple_specs
+from dino_vit.features.frozen import FrozenBackbone
+from dino_vit.models.backbone import simple_specs
 from dino_vit.models.classifiers import Columns, LinearHeads, on_standardised
-from dino_vit.weights.read_file import check_weights
 
-AS_PUBLISHED = "chosen on the images that it is evaluated on, as published: optimistic with few images"
-_MEANING = {"C": "a weaker penalty on the weights if higher", "rate": "the learning rate"}
 _HELD_OUT_SHARE = 10  # one in so many training images is held out for model selection
 _MAX_SCORES = 1 << 24  # in memory at a time
 
 
-class Grid(NamedTuple):
-    """Heads that differ in a setting and in the tokens that they read."""
-
-    setting: str  # "C" or "rate"
-    values: Sequence[float]
-    inputs: Sequence[FeatureSpec]
-    heads: Sequence[LinearHeads]  # for each input, one head for each value
-
-
 def run(config: LinearConfig) -> EvaluationResult:
     """Train and evaluate; with an output, write the JSON. The figures are those of the best classifier."""
-    start_processes()
-    check_weights(config.weights)
-    sets = open_sets(config)  # a mistake in labels is found before weights are loaded
-    frozen = frozen_backbones(config)
-    return evaluate(config, frozen, sets, asked_output(config, frozen.model.provenance.source, sets))
+    return evaluate(config, *open_inputs(config))
 
 
 def evaluate(
@@ -76,9 +60,23 @@ def evaluate(
         places = range(train.features.shape[1])
         others = places[sum(inputs[-1].widths(frozen.model)) :]
         columns = [[*places[each], *others] for each in slices]
-    grid = Grid("C", STANDARD_CS, inputs, _train(train, columns, frozen.device))
-    details = {"settings": config.model_dump(mode="json"), "weights": frozen.describe_weights()}
-    return conclude_best("linear", path, grid, train, val, held_out, details)
+    heads = _train(train, columns, frozen.device)
+    best, percents = best_head(heads, held_out)
+    figures = [None if math.isnan(percent) else round(percent, 4) for percent in percents]
+    tried = [
+        {"C": c, "blocks": spec.blocks, "mean": spec.with_mean, "held_out": figure}
+        for (c, spec), figure in zip(product(STANDARD_CS, inputs), figures, strict=True)
+    ]
+    details = describe_inputs(config, frozen, train, val) | {"best": tried[best], "heads": tried}
+    judged = judge_head(nth_head(heads, best), val)
+    row, column = divmod(best, len(inputs))
+    figure = "by their loss" if figures[best] is None else f"{figures[best]:.2f} %"
+    lines = [
+        f"trained on {plural(len(train), 'image')}, judged on {len(val):,}: {judged.summary}",
+        f"C {STANDARD_CS[row]:.3g}, {inputs[column].title}: the best of {len(tried)} heads on "
+        f"{plural(len(held_out), 'training image')} that no head was trained on: {figure}",
+    ]
+    return conclude("linear", path, f"linear {TITLES[val.task]}", judged, details, lines)
 
 
 def hold_out(train: LabelledFeatures, seed: int) -> tuple[LabelledFeatures, LabelledFeatures]:
@@ -107,94 +105,43 @@ def _train(train: LabelledFeatures, columns: Sequence[Columns], device: torch.de
     return [each._replace(weight=each.weight.float(), bias=each.bias.float()) for each in heads]
 
 
-def conclude_best(
-    command: str,
-    path: Path | None,
-    grid: Grid,
-    train: LabelledFeatures,
-    val: LabelledFeatures,
-    chosen_on: LabelledFeatures,
-    details: dict[str, Any],
-) -> EvaluationResult:
-    """Return the figures on `val` of the head that is best on other images, and a table of all heads."""
-    judged = _judge_heads(grid.heads, val)
-    held_out = None if chosen_on is val else _judge_heads(grid.heads, chosen_on)
-    losses = _by_row(head_losses(heads, chosen_on) for heads in grid.heads)
-    # Of heads that are alike the one with the lowest loss, which decides alone if no figure can.
-    best = max(range(len(losses)), key=lambda n: (np.nan_to_num((held_out or judged)[n], nan=-1), -losses[n]))
-    cells = _cells(grid, "top1" if val.task == "multiclass" else "score", judged, held_out)
-    how = _how_chosen(held_out[best], chosen_on) if held_out else AS_PUBLISHED
-    row, column = divmod(best, len(grid.inputs))
-    images = {"train": len(train), "val": len(val)}
-    details |= {"images": images, "classes": len(val.classes), "best": cells[best], "table": cells}
-    title = f"* best, {grid.setting} {grid.values[row]:.3g}, {grid.inputs[column].title}"
-    text = [
-        f"{METRIC[val.task]} (%), on {plural(len(val), 'image')}, trained on {len(train):,}",
-        _table(grid, judged, best),
-        f"{grid.setting}: {_MEANING[grid.setting]}; CLS, mean patch: the class token, and the mean of the "
-        "patch tokens",
-    ]
-    chosen = grid.heads[column]
-    head = LinearHeads(chosen.weight[row : row + 1], chosen.bias[row : row + 1], chosen.columns)
-    if val.task != "multiclass":
-        figures, metric = score(val, head_scores(head, val.features)[:, 0].sigmoid()), TITLES[val.task]
-        text += [f"{title}: {metric} {figures[0].figure} %", how]
-        return conclude(command, path, f"linear {metric}", figures, details, text, val.classes)
-    predictions = val.predictions(top_classes(head, val.features))
-    details["best"] = cells[best] | predictions.figures()
-    text += [f"{title}: {predictions.summary()}", how]
-    if has_two_classes(val):
-        outputs = head_scores(head, val.features)[:, 0]
-        details["best"]["auroc"] = figure = score(val, outputs[:, 1:] - outputs[:, :1])[0].figure
-        text.append(f"AUROC {figure} %")
-    return conclude(command, path, "linear top-1", predictions, details, text)
+def best_head(grid: Sequence[LinearHeads], images: LabelledFeatures) -> tuple[int, list[float]]:
+    """Return which head is the best on some images, and the accuracy, or mAP, of each in per cent.
 
-
-def _cells(
-    grid: Grid, name: str, judged: Sequence[float], held_out: Sequence[float] | None
-) -> list[dict[str, Any]]:
-    """Return what each head is and what it comes to, for a results file."""
-    cells: list[dict[str, Any]] = [
-        {grid.setting: value, "blocks": spec.blocks, "mean": spec.with_mean, name: round(percent, 4)}
-        for (value, spec), percent in zip(product(grid.values, grid.inputs), judged, strict=True)
-    ]
-    for cell, percent in zip(cells, held_out or (), strict=bool(held_out)):
-        cell["held_out"] = None if math.isnan(percent) else round(percent, 4)
-    return cells
-
-
-def _how_chosen(percent: float, images: LabelledFeatures) -> str:
-    """Say by which images the head was chosen."""
-    figure = "by their loss" if math.isnan(percent) else f"{percent:.2f} %"
-    return f"chosen on {plural(len(images), 'training image')} that no head was trained on: {figure}"
-
-
-def _judge_heads(grid: Sequence[LinearHeads], images: LabelledFeatures) -> list[float]:
-    """Return the accuracy, or mAP, of every head in per cent: for each rate or C that of each input."""
-    if images.task == "multiclass":
-        counts = (count_correct(heads, images.features, images.targets) for heads in grid)
-        return _by_row(100 * count.double() / len(images) for count in counts)
-    outputs = (head_scores(heads, images.features).sigmoid().unbind(1) for heads in grid)
-    return _by_row(
-        torch.tensor([_mean_in_percent(images, each) for each in row], dtype=torch.double) for row in outputs
+    They are counted row by row: for each C or rate the heads of all inputs.
+    """
+    percents, losses = (
+        torch.stack([judge(heads, images) for heads in grid], dim=1).flatten().tolist()
+        for judge in (_percents, head_losses)
     )
+    # Of heads that are alike the one with the lowest loss, which decides alone if no figure can.
+    best = max(range(len(losses)), key=lambda n: (np.nan_to_num(percents[n], nan=-1), -losses[n]))
+    return best, percents
 
 
-def _mean_in_percent(images: LabelledFeatures, outputs: Tensor) -> float:
-    return 100 * measure(images.task, images.indices, outputs, images.targets)[0].mean
+def nth_head(grid: Sequence[LinearHeads], number: int) -> LinearHeads:
+    """Return one of the heads, counted row by row."""
+    row, column = divmod(number, len(grid))
+    heads = grid[column]
+    return LinearHeads(heads.weight[row : row + 1], heads.bias[row : row + 1], heads.columns)
 
 
-def _by_row(columns: Iterable[Tensor]) -> list[float]:
-    """Return a figure of every head, row by row of the table, from those of each input."""
-    return torch.stack([*columns], dim=1).flatten().tolist()
+def judge_head(head: LinearHeads, images: LabelledFeatures) -> Judged:
+    """Judge what a head says of images."""
+    scores = head_scores(head, images.features)[:, 0]
+    if images.task == "multilabel":
+        return judge_labels(images, scores.sigmoid())
+    ranked = scores.topk(min(TOP_K, scores.shape[1])).indices
+    return judge_classes(images, ranked, scores[:, 1:] - scores[:, :1] if has_two_classes(images) else None)
 
 
-def _table(grid: Grid, percents: Sequence[float], best: int) -> str:
-    """Return a table with a row for each rate or C and a column for each input."""
-    cells = [f"{percent:.2f}{'*' if index == best else ' '}" for index, percent in enumerate(percents)]
-    width = len(grid.inputs)
-    rows = [[f"{x:.3g}", *cells[row * width : (row + 1) * width]] for row, x in enumerate(grid.values)]
-    return format_table([grid.setting, *(spec.title for spec in grid.inputs)], rows)
+def _percents(heads: LinearHeads, images: LabelledFeatures) -> Tensor:
+    """Return the accuracy, or mAP, of each head in per cent, (r,)."""
+    if images.task == "multiclass":
+        return 100 * count_correct(heads, images.features, images.targets).double() / len(images)
+    outputs = head_scores(heads, images.features).sigmoid().unbind(1)
+    means = [measure(images.task, images.indices, each, images.targets)[0].mean for each in outputs]
+    return 100 * torch.tensor(means, dtype=torch.double)
 
 
 @torch.no_grad()
@@ -204,11 +151,6 @@ def count_correct(heads: LinearHeads, features: Tensor, targets: Tensor) -> Tens
     for rows, scores in _scores_in_blocks(heads, features):
         correct += (scores.argmax(dim=-1) == targets[rows, None].to(correct.device)).sum(dim=0)
     return correct
-
-
-def top_classes(heads: LinearHeads, features: Tensor) -> Tensor:
-    """Return the five classes that the first head scores highest, best first; all if they are fewer."""
-    return head_scores(heads, features)[:, 0].topk(min(TOP_K, heads.bias.shape[1])).indices
 
 
 @torch.no_grad()

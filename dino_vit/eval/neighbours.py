@@ -12,14 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.core import log
 from dino_vit.core.text import plural, progress
 from dino_vit.models.classifiers import vote_logits
-
-Matrix = Tensor | NDArray[Any]  # an array may be a memory map, larger than the memory
 
 # On macOS FAISS and torch each bring an OpenMP, and a process with two of them is aborted.
 FAISS = sys.platform != "darwin" and find_spec("faiss") is not None
@@ -38,7 +35,7 @@ def unit(features: Tensor) -> Tensor:
 
 
 def nearest(
-    bank: Matrix, queries: Tensor, *, k: int, self_offset: int | None = None, among: Tensor | None = None
+    bank: Tensor, queries: Tensor, *, k: int, self_offset: int | None = None, among: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the cosines with the k nearest bank rows and the rows, nearest first: (queries, k) each.
 
@@ -54,7 +51,7 @@ def nearest(
     for start in range(0, length if len(queries) else 0, size):
         part = slice(start, start + size)
         chosen = part if among is None else among[part]  # a block at a time: a copy of all may be too large
-        block = unit(torch.as_tensor(bank[chosen], device=queries.device))
+        block = unit(bank[chosen].to(queries.device))
         block_cosines, block_rows = _search(block, queries, min(k + with_itself, len(block)))
         block_rows = block_rows + start if among is None else among[part][block_rows]
         if self_offset is not None:

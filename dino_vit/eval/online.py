@@ -22,7 +22,7 @@ from dino_vit.data.image_set import ImageSet, random_indices
 from dino_vit.eval.holdout import choose_folds
 from dino_vit.eval.neighbours import neighbour_means, weighted_knn
 from dino_vit.eval.sets import divide, labelled_subset
-from dino_vit.eval.statistics import TITLES, measure, trivial_baselines
+from dino_vit.eval.statistics import TITLES, largest_class, measure
 from dino_vit.features.batches import missing_indices, warn_of_unreadable
 from dino_vit.features.frozen import FrozenBackbone, build_baseline
 from dino_vit.features.readings import FITTED_IMAGES, fit_levelling, levelled_spec
@@ -161,6 +161,7 @@ class OnlineEvaluation:
         targets = np.concatenate([each.targets for each in chosen])
         self.has_labels = bool((targets != targets[:1]).any())
         self.indices = [order[row] for row in rows] if self.has_labels else order[:images]
+        self.images = source.subset(self.indices)
         self.task, self.targets = val.task, torch.from_numpy(targets)
         agree("images to evaluate", lambda: self, OnlineEvaluation._describe)
 
@@ -199,8 +200,8 @@ class OnlineEvaluation:
             return None
         targets = self.targets[self.votes :]
         if self.task == "multiclass":
-            trivial = trivial_baselines(targets.numpy(), self.source.labels.names)
-            largest, chance = trivial["largest_class"]["percent"], trivial["chance"]
+            names = self.source.labels.names
+            largest, chance = largest_class(targets.numpy(), names)[1], 100 / len(names)
         else:
             guess, rows = targets.mean(dim=0).expand_as(targets), torch.arange(len(self.targets))
             largest, chance = None, max(0.0, self._judge(guess, rows)["percent"])
@@ -219,8 +220,8 @@ class OnlineEvaluation:
         for name in BASELINES:
             model = build_baseline(name, self.source, pixels=pixels)
             frozen = FrozenBackbone(model=model, transform=model.transform)
-            features = frozen.extract(self.source, self.indices)
-            rows = self._rows(features.indices)
+            features = frozen.extract(self.images, range(len(self.images)))
+            rows = features.indices
             answers = (
                 self._neighbours(features.values, rows, widths, _BASELINE_IMAGES)
                 for widths in ([], [model.width])
@@ -232,23 +233,19 @@ class OnlineEvaluation:
         return figures
 
     def _features(self, backbone: Backbone, spec: FeatureSpec) -> tuple[Tensor, Tensor]:
-        """Return the features of all processes, each of which computes its share, and whose they are."""
+        """Return the features of all processes, each of which computes its share, and of which images."""
         frozen = FrozenBackbone(
             model=backbone, transform=self.transform, batch_size=self.batch_size, autocast=self.autocast
         )
         # As many in every process: for each, all of them gather sharded weights.
-        passes = math.ceil(len(self.indices) / (world_size() * self.batch_size))
-        mine = frozen.extract(self.source, rank_slice(self.indices), spec, passes)
-        indices = all_gather(mine.indices)
-        if len(indices) < len(self.indices) and not self.warned:
+        images = self.images
+        passes = math.ceil(len(images) / (world_size() * self.batch_size))
+        mine = frozen.extract(images, rank_slice(range(len(images))), spec, passes)
+        rows = all_gather(mine.indices)
+        if len(rows) < len(images) and not self.warned:
             self.warned = True
-            left_out = missing_indices(self.indices, indices)  # by any process
-            warn_of_unreadable(self.source, self.transform, left_out, len(self.indices))
-        return all_gather(mine.values), self._rows(indices)
-
-    def _rows(self, indices: Tensor) -> Tensor:
-        """Return the places in the evaluation of images that could be read, in its order."""
-        return torch.isin(torch.tensor(self.indices), indices).nonzero()[:, 0]
+            warn_of_unreadable(images, self.transform, missing_indices(images, rows))
+        return all_gather(mine.values), rows
 
     def _neighbours(
         self, features: Tensor, rows: Tensor, widths: Sequence[int] = (), images: int = FITTED_IMAGES
@@ -279,10 +276,9 @@ class OnlineEvaluation:
 
     def _halves(self, rows: Tensor) -> Tensor:
         """Return which images are in the first of two halves, each with a block of every class."""
-        order = torch.tensor(self.indices)[rows].argsort()  # by their names
-        series = self.targets[rows[order]].tolist() if self.task == "multiclass" else [0] * len(rows)
-        first = torch.from_numpy(choose_folds(series, 2, seed=0) == 0)
-        return torch.zeros_like(first).index_copy(0, order, first)
+        places = [self.indices[row] for row in rows.tolist()]  # in the order of their names
+        series = self.targets[rows].tolist() if self.task == "multiclass" else [0] * len(rows)
+        return torch.from_numpy(choose_folds(series, 2, seed=0, sort_key=places.__getitem__) == 0)
 
     def _judge(self, answers: Tensor, rows: Tensor, name: str = "percent") -> dict[str, Any]:
         """Return the figure of classes of images, or of outputs for several labels, under a name.

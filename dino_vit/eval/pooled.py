@@ -114,9 +114,10 @@ def pool_features(
     values, kept = joined_features(frozen, others.source, spec=spec, title=f"features of {others.name}")
     to_label = np.flatnonzero(np.isin(kept, others.indices))
     if is_apart:
-        title, chosen = "features of the labelled images", learned.indices.tolist()
-        more, found = joined_features(frozen, learned.source, spec=spec, indices=chosen, title=title)
-        rows, values = np.arange(len(kept), len(kept) + len(found)), np.concatenate([values, more])
+        title = "features of the labelled images"
+        more, given = joined_features(frozen, learned.images, spec=spec, title=title)
+        rows, values = np.arange(len(kept), len(kept) + len(given)), np.concatenate([values, more])
+        found = learned.indices[given]
     else:
         rows = np.flatnonzero(np.isin(kept, learned.indices))
         found = kept[rows]

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from dino_vit.data.image_set import ImageSet, with_same_labels
 from dino_vit.data.labels import HELD_OUT, TRAIN
 from dino_vit.data.open import has_cells, open_source
 from dino_vit.eval.holdout import choose_folds, find_runs, numbers_of, series_of
-from dino_vit.eval.statistics import Predictions
 from dino_vit.features.frozen import FrozenBackbone
 from dino_vit.features.readings import joined_features
 from dino_vit.models.backbone import CLS, FeatureSpec
@@ -52,13 +51,9 @@ class LabelledSubset:
         return replace(self, name=name, indices=self.indices[rows], targets=self.targets[rows])
 
     @property
-    def is_whole_source(self) -> bool:
-        return len(self.indices) == len(self.source)
-
-    @property
     def images(self) -> ImageSet:
         """These images as a source of their own."""
-        return self.source if self.is_whole_source else self.source.subset(self.indices)
+        return self.source if len(self) == len(self.source) else self.source.subset(self.indices)
 
     @property
     def fingerprint(self) -> str:
@@ -89,39 +84,26 @@ class LabelledSubset:
                 same = f"are of one class, {self.classes[int(self.targets[0])]}"
             raise ValueError(f"all labelled images of {self.name} {same}; two or more are needed")
 
-    def require_one_class(self, what: str) -> None:
-        """Raise an error unless each image has one class."""
-        if self.task != "multiclass":
-            given = f"{self.name} has several"
-            raise ValueError(f"{what} needs one class for each image; {given}")
-
 
 Sets = tuple[LabelledSubset, LabelledSubset]  # the images to learn from, and those to judge by
 
 
-class Split(NamedTuple):
-    """A part of a set."""
-
-    name: str
-    indices: NDArray[np.int64]
-
-
-def choose_splits(images: ImageSet) -> tuple[Split, Split] | None:
-    """Return what to learn from and what to judge on; None unless the set has both, with labels."""
+def choose_splits(images: ImageSet) -> tuple[str, str] | None:
+    """Return the splits to learn from and to judge on; None unless the set has both, with labels."""
     names = {name.lower(): name for name in images.splits.names}
 
-    def first(wanted: Sequence[str]) -> Split | None:
-        splits = (Split(names[name], images.split(names[name])) for name in wanted if name in names)
-        return next((split for split in splits if (images.codes(split.indices) >= 0).any()), None)
+    def first(wanted: Sequence[str]) -> str | None:
+        splits = (names[name] for name in wanted if name in names)
+        return next((split for split in splits if (images.codes(images.split(split)) >= 0).any()), None)
 
     train, held_out = first(TRAIN), first(HELD_OUT)
     return (train, held_out) if train and held_out else None
 
 
-def describe_use(images: ImageSet, train: Split, held_out: Split, name: str) -> str:
+def describe_use(images: ImageSet, train: str, held_out: str, name: str) -> str:
     """Return what a set is split into and how that is used, as a sentence."""
     sizes = (f"{split} ({plural(count, 'image')})" for split, count in images.split_sizes().items())
-    return f"{name} has the splits {', '.join(sizes)}: {held_out.name} is evaluated against {train.name}"
+    return f"{name} has the splits {', '.join(sizes)}: {held_out} is evaluated against {train}"
 
 
 def divide(
@@ -140,10 +122,10 @@ def divide(
     """
     if train is not None:
         return train, images
-    name = images.name
-    if splits := choose_splits(images.source):
+    name, source = images.name, images.source
+    if splits := choose_splits(source):
         train, val = (
-            images.part(np.isin(images.indices, indices), f"{name}/{split}") for split, indices in splits
+            images.part(np.isin(images.indices, source.split(split)), f"{name}/{split}") for split in splits
         )
         return train, val
     if blocks:
@@ -175,17 +157,11 @@ def open_sets(config: LabelledConfig, blocks: int | None = VAL_SHARE, source: Im
 
     All processes must see the same.
     """
-
-    def describe(sets: Sets) -> str:
-        counts = (
-            (plural(len(each), "image"), plural(len(each.classes), "class", "classes"), each.fingerprint)
-            for each in sets
-        )
-        return " and ".join(
-            f"{images} of {classes} ({fingerprint})" for images, classes, fingerprint in counts
-        )
-
-    return agree("labelled images", lambda: _open_sets(config, blocks, source), describe)
+    return agree(
+        "labelled images",
+        lambda: _open_sets(config, blocks, source),
+        lambda sets: " and ".join(f"{plural(len(each), 'image')} ({each.fingerprint})" for each in sets),
+    )
 
 
 def _open_sets(config: LabelledConfig, blocks: int | None, source: ImageSet | None) -> Sets:
@@ -264,28 +240,17 @@ class LabelledFeatures:
         features, targets, indices = self.features[rows], self.targets[rows], self.indices[rows]
         return replace(self, features=features, targets=targets, indices=indices)
 
-    def predictions(self, ranked: Tensor) -> Predictions:
-        """Return the classes that a classifier ranks first for each image, (n, k)."""
-        return Predictions(
-            images=self.indices,
-            ranked=ranked.cpu().numpy(),
-            targets=self.targets.cpu().numpy(),
-            classes=self.classes,
-        )
-
 
 def labelled_features(
     frozen: FrozenBackbone, subset: LabelledSubset, spec: FeatureSpec = CLS, title: str = "features"
 ) -> LabelledFeatures:
     """Return the features of the readable images of a subset, on the device if they fit there."""
-    indices = None if subset.is_whole_source else subset.indices.tolist()
-    stored, kept = joined_features(frozen, subset.source, spec=spec, indices=indices, title=title)
-    values = torch.from_numpy(stored)
-    targets = torch.from_numpy(subset.targets[np.searchsorted(subset.indices, kept)])
+    stored, rows = joined_features(frozen, subset.images, spec=spec, title=title)
+    values, targets = torch.from_numpy(stored), torch.from_numpy(subset.targets[rows])
     device = frozen.device
     if device.type != "cuda" or values.nbytes < _DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]:
         values, targets = values.to(device), targets.to(device)
-    return LabelledFeatures(values, targets, kept, subset.classes, subset.task)
+    return LabelledFeatures(values, targets, subset.indices[rows], subset.classes, subset.task)
 
 
 def features_of_sets(

@@ -29,11 +29,9 @@ def similarity_graph(features: Tensor) -> Tensor:
     """
     cosines, rows = nearest(features, features, k=NEIGHBOURS, self_offset=0)
     weights = ((cosines - 1) / VOTE_TEMPERATURE).exp().flatten()
-    rows, nearby = (
-        torch.arange(len(rows), device=rows.device).repeat_interleave(rows.shape[1]),
-        rows.flatten(),
-    )
-    places = torch.stack([torch.cat([rows, nearby]), torch.cat([nearby, rows])])
+    each = torch.arange(len(rows), device=rows.device).repeat_interleave(rows.shape[1])
+    nearby = rows.flatten()
+    places = torch.stack([torch.cat([each, nearby]), torch.cat([nearby, each])])
     size = len(features), len(features)
     graph = torch.sparse_coo_tensor(places, weights.repeat(2), size, check_invariants=True).coalesce()
     rows, nearby = graph.indices()

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor
 from torch.distributions import Binomial
 
 from dino_vit.config.settings import Task, Title
-from dino_vit.core.text import plural
 
 Z = NormalDist().inv_cdf(0.975)  # half the width of a 95 % confidence interval, in standard errors
 RESAMPLES = 1000  # of the images
@@ -28,31 +26,16 @@ _WEIGHTS = 2**22  # of images, in memory at a time
 
 @dataclass(frozen=True)
 class Figure:
-    """A number with its 95 % confidence interval over images."""
+    """A number in per cent with its 95 % confidence interval over images."""
 
     value: float
     low: float
     high: float
     images: int
-    unit: str = "%"  # empty for columns, which are from 0 to 1
     correct: int | None = None  # images that are right, of a share of images
 
     def __str__(self) -> str:
-        numbers = self.value, self.low, self.high
-        value, low, high = (f"{x:.2f}" if self.unit == "%" else number_text(x) for x in numbers)
-        return f"{value} ({low} to {high})"
-
-    def as_json(self) -> dict[str, float]:
-        """Return what files of results hold: `percent`, or the `value` of a column."""
-        name, digits = ("percent", 4) if self.unit == "%" else ("value", 6)
-        parts = {name: self.value, "low": self.low, "high": self.high}
-        numbers = {part: round(value, digits) for part, value in parts.items()}
-        return numbers if self.correct is None else numbers | {"correct": self.correct, "images": self.images}
-
-
-def number_text(value: float) -> str:
-    """Return a number from 0 to 1 with three digits."""
-    return f"{value:#.3g}"
+        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
 
 
 def wilson_interval(share: float, images: int) -> tuple[float, float]:
@@ -104,46 +87,18 @@ class Predictions:
         parts = [torch.from_numpy(self.right).double(), targets]
         return PerImageMetric(title="mean of classes", images=self.images, parts=parts, metric=metric).figure
 
-    def figures(self) -> dict[str, Any]:
-        """Return the top-1, top-5 and per-class accuracy for a results file, beside those of guesses.
-
-        Top-5 is None where it is right whatever the answers.
-        """
+    def per_class(self) -> dict[str, Figure]:
+        """Return the accuracy of each class that an image has."""
         present, counts = np.unique(self.targets, return_counts=True)
         correct = np.bincount(self.targets[self.right], minlength=len(self.classes))[present]
         rows = zip(present.tolist(), correct.tolist(), counts.tolist(), strict=True)
-        return {
-            "top1": self.top(1),
-            "top5": self.top(TOP_K) if len(self.classes) > TOP_K else None,
-            "mean_of_classes": self.mean_of_classes(),
-            **trivial_baselines(self.targets, self.classes),
-            "per_class": {self.classes[target]: accuracy(right, images) for target, right, images in rows},
-        }
-
-    def summary(self) -> str:
-        """Return the top-1 and top-5 accuracy as a text, beside that of guesses."""
-        top5 = f", top-5 {self.top(TOP_K)} %" if len(self.classes) > TOP_K else ""
-        images, classes = plural(len(self.targets), "image"), plural(len(self.classes), "class", "classes")
-        mean = f", mean of classes {self.mean_of_classes()} %"
-        return f"top-1 {self.top(1)} %{top5}{mean} of {images} of {classes}; {self.guesses()}"
-
-    def guesses(self) -> str:
-        """Return the accuracy of guesses as a text."""
-        trivial = trivial_baselines(self.targets, self.classes)
-        name, percent = trivial["largest_class"].values()
-        random = f"random guessing {trivial['chance']:.1f} %"
-        return f"always guessing {name} scores {percent:.1f} %, {random}"
+        return {self.classes[target]: accuracy(right, images) for target, right, images in rows}
 
 
-def trivial_baselines(targets: NDArray[np.int64], classes: Sequence[str]) -> dict[str, Any]:
-    """Return what a guess by chance, and always the largest class, come to in per cent."""
+def largest_class(targets: NDArray[np.int64], classes: Sequence[str]) -> tuple[str, float]:
+    """Return the largest class, and what always guessing it comes to in per cent."""
     counts = np.bincount(targets, minlength=len(classes))
-    largest = int(counts.argmax())
-    percent = round(100 * int(counts[largest]) / max(len(targets), 1), 4)
-    return {
-        "chance": round(100 / len(classes), 4),
-        "largest_class": {"name": classes[largest], "percent": percent},
-    }
+    return classes[int(counts.argmax())], 100 * int(counts.max()) / max(len(targets), 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,8 +138,8 @@ class PerImageMetric:
     def column_figures(self) -> list[Figure | None]:
         """The figure of each column, None without anything to judge by."""
         limits = self.draws.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.double), 0)
-        rows, images = torch.stack([self.columns, *limits], dim=1).tolist(), len(self.images)
-        return [None if math.isnan(x) else Figure(x, low, high, images, unit="") for x, low, high in rows]
+        rows, images = (100 * torch.stack([self.columns, *limits], dim=1)).tolist(), len(self.images)
+        return [None if math.isnan(x) else Figure(x, low, high, images) for x, low, high in rows]
 
     def resampled(self) -> Tensor:
         return self.draws.nanmean(1)

@@ -66,10 +66,10 @@ def read_batches(
         )
 
 
-def say_what_is_unlike(transform: EvalTransform, source: ImageSet, indices: Sequence[int]) -> None:
+def say_what_is_unlike(transform: EvalTransform, source: ImageSet) -> None:
     """Warn if images are far smaller than what they are resized to, or of other pixels."""
     try:
-        sample = inspect_images(source, [indices[place] for place in evenly_spaced(len(indices), 5)])
+        sample = inspect_images(source, evenly_spaced(len(source), 5))
     except (ValueError, SourceLost):  # none of these can be read; others may
         return
     side = min(transform.size)
@@ -84,14 +84,12 @@ def say_what_is_unlike(transform: EvalTransform, source: ImageSet, indices: Sequ
         log.log(level, text, len(sample.images), converted)
 
 
-def missing_indices(chosen: Sequence[int], kept: ArrayLike) -> list[int]:
-    return np.setdiff1d(np.asarray(chosen, np.int64), np.asarray(kept)).tolist()
+def missing_indices(source: ImageSet, kept: ArrayLike) -> list[int]:
+    return np.setdiff1d(np.arange(len(source)), np.asarray(kept)).tolist()
 
 
-def warn_of_unreadable(
-    source: ImageSet, transform: EvalTransform, unreadable: Sequence[int], total: int
-) -> None:
-    """Say how many of some images cannot be read, and why the first cannot, which are read once more."""
+def warn_of_unreadable(source: ImageSet, transform: EvalTransform, unreadable: Sequence[int]) -> None:
+    """Say how many images cannot be read, and why the first cannot, which are read once more."""
     (batch,) = read_batches(source, transform, [unreadable[:LISTED]])
     read, failures = set(batch.indices.tolist()), iter(batch.unreadable)
     images = [
@@ -99,4 +97,4 @@ def warn_of_unreadable(
         for index in unreadable[:LISTED]
     ]
     text = "%d of %d images cannot be read and are left out:%s"
-    log.warning(text, len(unreadable), total, listed(images, len(unreadable)))
+    log.warning(text, len(unreadable), len(source), listed(images, len(unreadable)))

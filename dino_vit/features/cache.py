@@ -41,7 +41,6 @@ NOT_CACHED = (
     "the features could not be cached, as changes of these images cannot be detected: URLs in a list, "
     "files of a server without ETag and time of change, or an object of Python code without a fingerprint"
 )
-_SAID = set[str]()  # by the fingerprint of the images
 
 
 def cached_features(
@@ -49,10 +48,9 @@ def cached_features(
     source: ImageSet,
     *,
     spec: FeatureSpec = CLS,
-    indices: Sequence[int] | None = None,
     title: str = "features",
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Return the features of the readable images of a source, or of some, and the images' indices.
+    """Return the features of the readable images of a source, and the images' indices.
 
     They are read from the cache file whose name is a hash of all that they depend on (weights, images,
     transform, tokens, precision), or computed and written there first. All processes must call it; they
@@ -60,47 +58,43 @@ def cached_features(
     size may round the last bits differently. What is interrupted starts again. Features are not cached where
     changes of the images cannot be detected (`ImageSet.stamp`).
     """
-    chosen = range(len(source)) if indices is None else indices
-    if not len(chosen):
+    if not len(source):
         raise ValueError("there are no images to compute features of")
     agree("weights", lambda: frozen.weights_digest[:12], str)  # a run that goes on writes new ones
-    subset = "" if indices is None else digest({"indices": torch.as_tensor(indices)}, {})
-    agree("images", lambda: source, lambda _: f"{len(chosen):,} of {source.describe()}{subset}")
+    agree("images", lambda: source, ImageSet.describe)
     if is_main_process():
-        say_what_is_unlike(frozen.transform, source, chosen)
-    stamp = source.stamp
-    keeps = not any_process(stamp is None)
-    if not keeps and source.fingerprint not in _SAID and is_main_process():
-        _SAID.add(source.fingerprint)
+        say_what_is_unlike(frozen.transform, source)
+    keeps = not any_process(source.stamp is None)
+    if not keeps and is_main_process():
         log.info(NOT_CACHED)
-    facts = {"source": source.fingerprint, "files": stamp, "indices": subset or None}
-    path, description = _cache_file(frozen, spec, facts)
+    path, description = _cache_file(frozen, spec, source)
     tensors = _read(path) if keeps else None
     if any_process(
-        tensors is None or _readable_again(frozen, source, missing_indices(chosen, tensors["indices"]))
+        tensors is None or _readable_again(frozen, source, missing_indices(source, tensors["indices"]))
     ):
-        tensors = _compute(frozen, source, chosen, spec, title)
+        tensors = _compute(frozen, source, spec, title)
         check_finite(tensors["values"], frozen.model)
         if keeps and is_main_process():
             _write(path, tensors, description)
             bound_caches(frozen.cache_gb, path.parent, spared=path)
     assert tensors is not None
-    left_out = {source.name(index): index for index in missing_indices(chosen, tensors["indices"])}
+    left_out = {source.name(index): index for index in missing_indices(source, tensors["indices"])}
     new = [index for name, index in left_out.items() if name not in frozen.unreadable]
     frozen.unreadable.update(left_out)
     if new and is_main_process():
-        warn_of_unreadable(source, frozen.transform, new, len(chosen))
+        warn_of_unreadable(source, frozen.transform, new)
     if keeps:
         note_use(path)
     return tensors["values"].numpy(), tensors["indices"].numpy()
 
 
-def _cache_file(frozen: FrozenBackbone, spec: FeatureSpec, images: Mapping[str, object]) -> tuple[Path, str]:
+def _cache_file(frozen: FrozenBackbone, spec: FeatureSpec, source: ImageSet) -> tuple[Path, str]:
     """Return the file of features, and all that they depend on."""
     inputs = {
         "version": _VERSION,
         "weights": frozen.weights_digest,
-        **images,
+        "source": source.fingerprint,
+        "files": source.stamp,
         "transform": asdict(frozen.transform),
         "features": asdict(spec),
         "precision": frozen.precision,
@@ -134,17 +128,15 @@ def _write(path: Path, tensors: Mapping[str, Tensor], description: str) -> None:
         log.warning("the features could not be cached: %s; see cache=FOLDER", error)
 
 
-def _compute(
-    frozen: FrozenBackbone, source: ImageSet, indices: Sequence[int], spec: FeatureSpec, title: str
-) -> dict[str, Tensor]:
+def _compute(frozen: FrozenBackbone, source: ImageSet, spec: FeatureSpec, title: str) -> dict[str, Tensor]:
     """Compute features in all processes, each a batch in turn; all return all of them."""
-    processes, batches = world_size(), list(in_batches(indices, frozen.batch_size))
+    processes, batches = world_size(), list(in_batches(range(len(source)), frozen.batch_size))
     # Every process has as many batches, so that each round can be gathered; the last may be empty.
     batches += [[]] * (-len(batches) % processes)
-    values = torch.empty(len(indices), *spec.shape(frozen.model, frozen.transform.size))
+    values = torch.empty(len(source), *spec.shape(frozen.model, frozen.transform.size))
     kept, unreadable = list[int](), list[UnreadableImage]()
     with (
-        progress(title, len(indices)) as advance,
+        progress(title, len(source)) as advance,
         closing(frozen.features(source, batches[rank() :: processes], spec)) as features,
     ):
         for batch in features:
@@ -155,5 +147,5 @@ def _compute(
             advance(len(rows))
     if not kept:
         first = f", the first is {unreadable[0]}" if unreadable else ""  # another rank may have read all
-        raise ValueError(f"none of {len(indices):,} images can be read{first}")
+        raise ValueError(f"none of {len(source):,} images can be read{first}")
     return {"values": values[: len(kept)], "indices": torch.tensor(kept)}

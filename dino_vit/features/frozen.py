@@ -5,11 +5,12 @@ from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dino_vit.config.commands import BackboneConfig, CachedConfig, side_by_side
 from dino_vit.config.sections import BASELINES
 from dino_vit.core import Size, height_width, log
 from dino_vit.core.distributed import world_size
@@ -30,10 +31,8 @@ from dino_vit.data.statistics import (
 from dino_vit.features.batches import Features, read_batches
 from dino_vit.models.backbone import CLS, Backbone, FeatureSpec, eval_mode
 from dino_vit.views.eval_transform import EvalTransform, eval_transform_of
-
-if TYPE_CHECKING:
-    from dino_vit.config.commands import BackboneConfig
-    from dino_vit.weights.backbones import LoadedBackbone
+from dino_vit.weights import load_backbone
+from dino_vit.weights.backbones import LoadedBackbone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +55,6 @@ class FrozenBackbone:
     @property
     def device(self) -> torch.device:
         return self.model.device
-
-    @property
-    def side_by_side(self) -> tuple["FrozenBackbone", ...]:
-        """The backbone itself, and those beside it."""
-        return (self, *self.beside)
 
     @property
     def precision(self) -> str:
@@ -100,7 +94,8 @@ class FrozenBackbone:
 
         It takes at least `passes` forward passes.
         """
-        none = Features(self.empty(spec), torch.empty(0, dtype=torch.long), ())
+        shape = spec.shape(self.model, self.transform.size)
+        none = Features(torch.empty(0, *shape, device=self.device), torch.empty(0, dtype=torch.long), ())
         batches = list(in_batches(indices, self.batch_size))
         batches += [[]] * (passes - len(batches))
         with progress("Computing features", len(indices)) as advance:
@@ -121,10 +116,6 @@ class FrozenBackbone:
         with eval_mode(self.model), torch.autocast(self.device.type, self.autocast, enabled=enabled):
             return spec.extract(self.model, images).float()
 
-    def empty(self, spec: FeatureSpec) -> Tensor:
-        """Return features without rows, (0, ...), as those of images would be."""
-        return torch.empty(0, *spec.shape(self.model, self.transform.size), device=self.device)
-
 
 def check_finite(values: Tensor, model: Backbone) -> None:
     """Raise if features are NaN or infinite, as every figure of them would be nonsense."""
@@ -133,11 +124,8 @@ def check_finite(values: Tensor, model: Backbone) -> None:
         raise ValueError(f"{source} gives features that are NaN or infinite; try precision=no")
 
 
-def frozen_backbone(config: "BackboneConfig") -> FrozenBackbone:
+def frozen_backbone(config: BackboneConfig) -> FrozenBackbone:
     """Join the processes of the launch, and load the backbone of the config in each."""
-    from dino_vit.config.commands import CachedConfig
-    from dino_vit.weights import load_backbone  # a run that trains needs neither
-
     device, precision = start_processes().device, "no"
     size = None if config.size is None else height_width(config.size)
     if config.weights in BASELINES:
@@ -161,10 +149,8 @@ def frozen_backbone(config: "BackboneConfig") -> FrozenBackbone:
     )
 
 
-def frozen_backbones(config: "BackboneConfig") -> FrozenBackbone:
+def frozen_backbones(config: BackboneConfig) -> FrozenBackbone:
     """Do the same with weights such as runs/a+edges: return the first, with the others beside it."""
-    from dino_vit.config.commands import side_by_side
-
     each = (config.model_copy(update={"weights": weights}) for weights in side_by_side(config.weights))
     first, *others = map(frozen_backbone, each)
     return replace(first, beside=tuple(replace(other, unreadable=first.unreadable) for other in others))
@@ -172,10 +158,8 @@ def frozen_backbones(config: "BackboneConfig") -> FrozenBackbone:
 
 def build_baseline(
     name: str, source: ImageSet, *, pixels: Pixels | None = None, size: Size | None = None
-) -> "LoadedBackbone":
+) -> LoadedBackbone:
     """Return a baseline for some images: of their channels and depth, and by their own mean and std."""
-    from dino_vit.weights import load_backbone
-
     if pixels is None:
         summary = inspect_images(source, evenly_spaced(len(source), INSPECTED_IMAGES))
         pixels = Pixels(channels=summary.channels, bits=summary.bits)

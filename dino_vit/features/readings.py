@@ -49,14 +49,11 @@ def joined_features(
     source: ImageSet,
     *,
     spec: FeatureSpec = CLS,
-    indices: Sequence[int] | None = None,
     title: str = "features",
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Return the cached features of a backbone, and of those beside it, for the images that all can read."""
-    found = [
-        cached_features(each, source, spec=own, indices=indices, title=title)
-        for each, own in _with_specs(frozen, spec)
-    ]
+    specs = _with_specs(frozen, spec)
+    found = [cached_features(each, source, spec=own, title=title) for each, own in specs]
     if len(found) == 1:
         return found[0]
     readable = reduce(np.intersect1d, [rows for _, rows in found])
@@ -72,13 +69,8 @@ def _with_specs(frozen: FrozenBackbone, spec: FeatureSpec) -> list[tuple[FrozenB
         return [(frozen, spec)]
     return [
         (each, replace(spec, blocks=min(spec.blocks, each.model.depth)) if each.model.has_patches else CLS)
-        for each in frozen.side_by_side
+        for each in (frozen, *frozen.beside)
     ]
-
-
-def part_widths(frozen: FrozenBackbone, spec: FeatureSpec) -> list[int]:
-    """Return how many of the joined features each part has: the CLS tokens, the cells, another backbone's."""
-    return [width for each, own in _with_specs(frozen, spec) for width in own.widths(each.model)]
 
 
 def fit_reading(
@@ -88,12 +80,13 @@ def fit_reading(
 
     Those of several backbones are brought to unit length, so that each has the same say.
     """
-    if whiten:
-        return fit_levelling(features, part_widths(frozen, spec), whiten)
-    if not frozen.beside:
+    if not whiten and not frozen.beside:
         return nn.Identity()
-    widths = [sum(own.widths(each.model)) for each, own in _with_specs(frozen, spec)]
-    return lambda values: torch.cat([*map(F.normalize, torch.split(values, widths, dim=1))], dim=1)
+    parts = [own.widths(each.model) for each, own in _with_specs(frozen, spec)]
+    if whiten:
+        return fit_levelling(features, [width for widths in parts for width in widths], whiten)
+    sizes = [sum(widths) for widths in parts]
+    return lambda values: torch.cat([*map(F.normalize, torch.split(values, sizes, dim=1))], dim=1)
 
 
 def fit_levelling(

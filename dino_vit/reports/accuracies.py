@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from dino_vit.config.sections import BASELINES
+from dino_vit.eval.online import OnlineFigures
 from dino_vit.eval.statistics import Z, mcnemar, wilson_interval
 from dino_vit.reports.metrics import Baseline, MetricsRecord
 
@@ -14,29 +15,34 @@ KnnFigure = Literal["knn", "levelled_knn"]  # by the CLS token, by CLS and level
 
 
 class AccuracyChange(NamedTuple):
-    """A k-NN accuracy beside another one on the same images; NaN is not measured."""
+    """A k-NN accuracy beside another one on the same images."""
 
-    percent: float
-    before: float
+    now: OnlineFigures
+    before: OnlineFigures
     images: int
-    answers: tuple[str | None, str | None]  # which images were right, now and before
-    errors: tuple[float | None, float | None]  # standard errors of mAP
+    figure: KnnFigure = "knn"
+
+    def both(self, suffix: str = "") -> list[Any]:
+        """Return the accuracy now and before, or what is recorded of it under a suffix."""
+        return [getattr(each, self.figure + suffix) for each in (self.now, self.before)]
 
     @property
     def rise(self) -> float:
-        return self.percent - self.before
+        """How much higher it is, in points; NaN if one is not measured."""
+        now, before = self.both()
+        return math.nan if now is None or before is None else now - before
 
     @property
     def p(self) -> float:
         """The probability that networks which are equally good differ as much on these images."""
-        now, before = (int(answers, 16) if answers else None for answers in self.answers)
+        now, before = (int(answers, 16) if answers else None for answers in self.both("_answers"))
         if now is not None and before is not None:
             return mcnemar((now & ~before).bit_count(), (before & ~now).bit_count())
         # Without recorded answers, as if the two were of different images, which is cautious.
-        squares = [error * error for error in self.errors if error is not None]
+        squares = [error * error for error in self.both("_error") if error is not None]
         if len(squares) == 2:
             return math.erfc(abs(self.rise) / math.sqrt(2 * sum(squares))) if any(squares) else 1.0
-        shares = (min(max(percent / 100, 0.0), 1.0) for percent in (self.percent, self.before))
+        shares = (min(max(percent / 100, 0.0), 1.0) for percent in self.both())
         variance = sum(share * (1 - share) for share in shares) / self.images
         return math.erfc(abs(self.rise) / (100 * math.sqrt(2 * variance))) if variance else 1.0
 
@@ -48,18 +54,6 @@ class AccuracyChange(NamedTuple):
     def fell(self, among: int = 1) -> bool:
         """Tell whether it is lower, and not by chance; the other was chosen among so many (Bonferroni)."""
         return self.rise < 0 and among * self.p < UNLIKELY
-
-
-def accuracy_change(
-    metrics: MetricsRecord, before: MetricsRecord | Baseline, baseline: Baseline, figure: KnnFigure = "knn"
-) -> AccuracyChange:
-    """Return the accuracy of a record beside an earlier one, or one without a network."""
-
-    def both(suffix: str = "") -> Any:
-        return tuple(getattr(each, figure + suffix) for each in (metrics, before))
-
-    now, then = (math.nan if value is None else value for value in both())
-    return AccuracyChange(now, then, baseline.queries or QUERIES, both("_answers"), both("_error"))
 
 
 def better_baseline(baseline: Baseline) -> tuple[str, float] | None:

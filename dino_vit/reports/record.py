@@ -2,19 +2,17 @@
 
 import json
 import shlex
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from dino_vit.config.commands import KnnConfig, LinearConfig
 from dino_vit.config.loading import load, write_yaml
 from dino_vit.config.objects import is_object
 from dino_vit.config.outputs import RESULTS_FOLDER, RESULTS_VERSION
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.sections import BASELINES
-from dino_vit.config.settings import Settings, flat, settings_of, values
+from dino_vit.config.settings import settings_of, values
 from dino_vit.core import log
 from dino_vit.core.text import did_you_mean, plural, public, public_values
 from dino_vit.reports.metrics import (
@@ -28,8 +26,7 @@ from dino_vit.reports.metrics import (
 )
 from dino_vit.reports.verdict import Verdict, judge_run
 
-CONFIGS = {"knn": KnnConfig, "linear": LinearConfig}
-_OWN_COLUMNS = ("source", "train", "weights")  # in the list
+_LEFT_OUT = "source", "train", "weights", "output", "overwrite"  # settings that other columns tell
 
 
 class Evaluation(NamedTuple):
@@ -39,7 +36,7 @@ class Evaluation(NamedTuple):
     figure: str
     percent: str  # with its confidence interval
     data: str
-    settings: str  # that differ from the defaults
+    settings: str  # that were given
     written: str  # UTC
     file: str
 
@@ -61,29 +58,18 @@ def _read(path: Path) -> Evaluation:
         raise ValueError(f"its version is {version}, but this dino-vit reads {RESULTS_VERSION}")
     command = content.get("command", path.stem)  # programs of eval/ have a name, but no single figure
     figure = content.get("figure") or {"title": ""}
-    settings = flat(content.get("settings") or {})
+    settings = content.get("settings") or {}
     step = content.get("weights", {}).get("step")
-    changed = [
-        f"{key}={write_yaml(settings[key])}"
-        for key, info in settings_of(CONFIGS.get(command, Settings)).items()
-        if key in settings.keys() - {*_OWN_COLUMNS}
-        and not info.resumable
-        and settings[key] != json.loads(json.dumps(info.default))
-    ]
+    given = {key: value for key, value in content.get("given", {}).items() if key not in _LEFT_OUT}
     return Evaluation(
         command=f"{command}, step {step:,}" if step else command,
         figure=figure["title"],
-        percent=_with_interval(figure) if figure["title"] else "",
+        percent="{value:.2f} ({low:.2f} to {high:.2f})".format(**figure) if figure["title"] else "",
         data=" by ".join(str(settings[key]) for key in ("source", "train") if settings.get(key)),
-        settings=", ".join(changed),
+        settings=", ".join(f"{key}={write_yaml(value)}" for key, value in given.items()),
         written=content.get("written", "")[:19].replace("T", " "),
         file=path.name,
     )
-
-
-def _with_interval(figure: Mapping[str, float]) -> str:
-    value = figure["percent"] if "percent" in figure else figure["value"]  # of a unit of its own
-    return f"{value:.2f} ({figure['low']:.2f} to {figure['high']:.2f})"
 
 
 @dataclass(frozen=True, kw_only=True)

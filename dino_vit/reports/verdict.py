@@ -15,7 +15,7 @@ from dino_vit.config.pretrain import PretrainConfig, in_steps
 from dino_vit.reports.accuracies import (
     QUERIES,
     AccuracyChange,
-    accuracy_change,
+    KnnFigure,
     accuracy_text,
     better_baseline,
     evaluations_of,
@@ -94,15 +94,15 @@ class JudgedRun:
         """Whether it is too early for bad news: the teacher follows slowly, and a short dip is normal."""
         return len(self.evaluations) < ENOUGH and (self.has_few_steps or not self.finished)
 
-    def beside(self, then: MetricsRecord | Baseline) -> AccuracyChange:
+    def beside(self, then: MetricsRecord | Baseline, figure: KnnFigure = "knn") -> AccuracyChange:
         """The newest accuracy beside another one."""
-        return accuracy_change(self.evaluations[-1], then, self.before)
+        return AccuracyChange(self.evaluations[-1], then, self.before.queries or QUERIES, figure)
 
     @property
     def below(self) -> float:
         """Points by CLS and levelled cells below the better baseline; 0 where that may be chance."""
         better = Baseline(levelled_knn=(better_baseline(self.before) or ("", None))[1])
-        change = accuracy_change(self.evaluations[-1], better, self.before, "levelled_knn")
+        change = self.beside(better, "levelled_knn")
         return -change.rise if change.fell() else 0.0
 
     @property

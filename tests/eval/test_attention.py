@@ -123,7 +123,7 @@ def test_sizes_as_asked(weights, photos, tmp_path, caplog):
     assert main(["attention", str(photos), f"weights={weights}", f"output={tmp_path / 'o'}", *options]) == 0
     assert drawn_size(tmp_path / "o" / "0-a.png") == (8, 13)
     assert drawn_size(tmp_path / "o" / "2-deep-b-c.png") == (40, 5)
-    assert caplog.text.count("images of 8 × 16 pixels are far from the 32 × 48 of the weights") == 1
+    assert caplog.text.count("images of 8 × 8 pixels are far from the 32 × 48 of the weights") == 1
 
 
 def test_large_images_are_shrunk_to_twice_the_trained_side(weights, tmp_path, caplog):

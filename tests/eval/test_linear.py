@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from dino_vit.eval import linear
-from dino_vit.eval.linear import count_correct, head_losses, top_classes
+from dino_vit.eval.linear import count_correct, head_losses, judge_head, nth_head
 from dino_vit.eval.sets import LabelledFeatures
 from dino_vit.models.classifiers import LinearHeads
 from tests.support.images import write_classes
@@ -33,27 +33,27 @@ def test_the_best_is_chosen_on_held_out_training_images_and_two_processes_find_i
     """With all penalties."""
     found, said = evaluate(weights)
     assert found["images"] == {"train": 87, "val": 24}
-    assert len({cell["C"] for cell in found["table"]}) == 13
-    assert {(cell["blocks"], cell["mean"]) for cell in found["table"]} == {
+    assert len({head["C"] for head in found["heads"]}) == 13
+    assert {(head["blocks"], head["mean"]) for head in found["heads"]} == {
         (1, False),
         (1, True),
         (3, False),
         (3, True),
     }
-    held_out = [cell["held_out"] for cell in found["table"]]
+    held_out = [head["held_out"] for head in found["heads"]]
     assert {round(percent * 9 / 100, 3) % 1 for percent in held_out} == {0}, "of nine images"
-    best = found["best"]
-    assert best["held_out"] == max(held_out)
-    assert "chosen on 9 training images" in said
-    assert best["top1"]["low"] < best["top1"]["percent"] < best["top1"]["high"]
-    assert sum(one["correct"] for one in best["per_class"].values()) == best["top1"]["correct"]
-    assert best["top5"]["correct"] >= best["top1"]["correct"]
-    assert said.count("*") == 2
+    assert found["best"]["held_out"] == max(held_out)
+    assert "the best of 52 heads on 9 training images" in said
+    top1, top5, _ = found["figures"].values()
+    assert top1["low"] < top1["value"] < top1["high"]
+    assert sum(row["top-1"]["correct"] for row in found["per_class"].values()) == top1["correct"]
+    assert top5["correct"] >= top1["correct"]
     assert found["weights"]["source"] == str(weights)
     _, second = command_in_two(weights.parent / "log", *arguments(weights, output="two.json"))
     assert "top-1" not in second, "only rank 0 prints"
     two = json.loads((weights.parent / "two.json").read_text())
-    assert [two[key] for key in ("best", "table", "images")] == [best, found["table"], found["images"]]
+    shared = "best", "heads", "images", "figures", "per_class"
+    assert [two[key] for key in shared] == [found[key] for key in shared]
 
 
 @pytest.mark.usefixtures("few_penalties")
@@ -63,7 +63,7 @@ def test_an_unreadable_image_is_skipped_and_classes_match_by_name(weights, tmp_p
     (train / "a" / "0.png").write_bytes(b"no image")
     found, said = evaluate(weights, "precision=bf16", f"train={train}", source=val)
     assert found["images"] == {"train": 23 - 2, "val": 8}
-    assert set(found["best"]["per_class"]) == {"b", "c"}
+    assert set(found["per_class"]) == {"b", "c"}
     assert "a/0.png" in said
 
 
@@ -101,5 +101,6 @@ def test_classifying_in_blocks_equals_classifying_at_once(heads, monkeypatch):
     monkeypatch.setattr(linear, "_MAX_SCORES", 7 * heads.bias.numel())
     right = [int((expected[:, head].argmax(1) == targets).sum()) for head in range(3)]
     assert count_correct(heads, features, targets).tolist() == right
-    ranked = top_classes(heads, features)
-    assert torch.equal(ranked, expected[:, 0].argsort(dim=1, descending=True))
+    images = LabelledFeatures(features, targets, np.arange(50), tuple("abcde"))
+    ranked = torch.from_numpy(judge_head(nth_head([heads, heads], 2), images).predictions.ranked)
+    assert torch.equal(ranked, expected[:, 1].argsort(dim=1, descending=True))

@@ -191,8 +191,8 @@ def test_unreadable_images_are_left_out_with_a_warning(tmp_path, caplog):
         (tmp_path / "ab"[number] / f"{number}.png").write_bytes(b"")
     evaluation = OnlineEvaluation(source=open_folder(tmp_path), **SETTINGS, seed=0)
     assert math.isfinite(evaluation(backbone()).knn)
-    said = "2 of 12 images cannot be read and are left out:\n  a/0.png: the file is empty\n  b/1.png: "
-    assert caplog.text.count(said) == 1
+    assert caplog.text.count("2 of 12 images cannot be read and are left out:\n") == 1
+    assert all(f"  {name}: the file is empty\n" in caplog.text for name in ("a/0.png", "b/1.png"))
 
 
 def test_two_processes_have_the_figures_of_one(tmp_path):

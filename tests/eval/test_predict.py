@@ -67,7 +67,7 @@ def test_those_without_a_label_get_one_with_a_confidence(photos, weights):
     found = json.loads((photos / "rest.json").read_text())
     counts = [found[key] for key in ("labelled", "guessed", "images", "classes")]
     assert counts == [IMAGES // 2, IMAGES // 2, IMAGES, 4]
-    percent = found["cross_validated"]["percent"]
+    percent = found["cross_validated"]["value"]
     assert percent <= max(found["tried"].values())
     assert f"\nAbout {percent:.0f} of 100 guesses will be right, if these images are like" in said
     assert f"\nCross-validated accuracy {percent:.1f} % (95 % interval" in said
@@ -297,4 +297,4 @@ def test_labels_that_are_sorted_by_name_are_learned_in_every_fold(photos, weight
     (photos / "sorted.csv").write_text("\n".join(lines))
     sets = {"train": photos / "sorted", "labels": photos / "sorted.csv", "verbose": False}
     found = dino_vit.predict(photos / "photos", weights, **sets)
-    assert found.details["cross_validated"]["percent"] == 100
+    assert found.details["cross_validated"]["value"] == 100

@@ -68,8 +68,10 @@ def test_another_command_and_other_labels_have_another_file(changes):
 
 def test_the_list_is_read_from_the_files(tmp_path, caplog):
     folder = tmp_path / "eval"
-    settings = KnnConfig(**GIVEN, train="photos/train", k=(5, 20), batch_size=7).model_dump(mode="json")
-    details = {"weights": {"step": 1200}, "settings": settings}
+    config = KnnConfig(**GIVEN, train="photos/train", k=(5, 20), output="new.json")
+    settings = config.model_dump(mode="json")
+    given = config.model_dump(mode="json", exclude_unset=True)
+    details = {"weights": {"step": 1200}, "settings": settings, "given": given}
     evaluation("knn", folder / "new.json", "top-1, k=5", accuracy(3, 4), details)
     (folder / "copydays.json").write_text('{"version": 1, "settings": {"source": "photos"}}')  # of a program
     (folder / "other-version.json").write_text('{"version": 2, "command": "knn"}')

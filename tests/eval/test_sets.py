@@ -46,11 +46,11 @@ def test_a_split_without_labels_is_passed_over(folder, tmp_path):
     for number, path in enumerate(sorted(val.rglob("*.png"))):
         path.rename(val / f"{number}.png")
     source = open_source(str(tmp_path / "photos"))
-    assert choose_splits(source)[1].name == "test"
+    assert choose_splits(source)[1] == "test"
     labels = tmp_path / "labels.csv"
     names = [source.name(index) for index in range(len(source))]
     labels.write_text("".join(f"{name},{number % 2}\n" for number, name in enumerate(names)))
-    assert choose_splits(join_labels(source, labels))[1].name == "val"
+    assert choose_splits(join_labels(source, labels))[1] == "val"
 
 
 def test_splits_are_the_sets(folder, tmp_path, caplog):

@@ -56,7 +56,7 @@ def test_the_mean_and_the_interval_leave_out_what_cannot_be_judged():
     measured = measure("multilabel", np.arange(N), scores, true)[0]
     first, second, last = measured.column_figures
     assert last is None
-    assert measured.mean == pytest.approx((first.value + second.value) / 2)
+    assert 100 * measured.mean == pytest.approx((first.value + second.value) / 2)
     assert first.low < first.value < first.high
     resampled = measured.resampled()
     assert len(resampled) == 1000
@@ -93,14 +93,15 @@ def test_figures_count_what_a_loop_counts():
     ranked = random.random((40, 6)).argsort(axis=1)
     targets = random.integers(5, size=40)  # no image is of the last class
     predictions = Predictions(images=np.arange(40), ranked=ranked, targets=targets, classes="abcdef")
-    figures, rows = predictions.figures(), [*zip(ranked.tolist(), targets.tolist(), strict=True)]
+    rows = [*zip(ranked.tolist(), targets.tolist(), strict=True)]
     for k in (1, 5):
-        top = figures[f"top{k}"]
+        top = predictions.top(k)
         assert (top.correct, top.images) == (sum(target in row[:k] for row, target in rows), 40)
         assert top.value == pytest.approx(100 * top.correct / 40)
         assert 0 <= top.low < top.value < top.high <= 100
-    assert set(figures["per_class"]) == {"abcdef"[target] for target in targets}
-    for name, top1 in figures["per_class"].items():
+    per_class = predictions.per_class()
+    assert set(per_class) == {"abcdef"[target] for target in targets}
+    for name, top1 in per_class.items():
         first = [row[0] == target for row, target in rows if "abcdef"[target] == name]
         assert (top1.correct, top1.images) == (sum(first), len(first))
 
@@ -127,7 +128,6 @@ def test_the_mean_of_classes_counts_each_class_alike():
     figure = found.mean_of_classes()
     assert figure.value == pytest.approx(100 * balanced_accuracy_score(targets, ranked[:, 0]))
     assert figure.low < figure.value <= figure.high
-    assert found.figures()["mean_of_classes"] == figure
 
 
 def by_definition(first, second):

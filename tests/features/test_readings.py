@@ -10,7 +10,7 @@ from dino_vit.data.synthetic import make_textures
 from dino_vit.features import readings
 from dino_vit.features.cache import cached_features
 from dino_vit.features.frozen import FrozenBackbone, build_baseline
-from dino_vit.features.readings import fit_levelling, fit_reading, joined_features, levelled_spec, part_widths
+from dino_vit.features.readings import fit_levelling, fit_reading, joined_features, levelled_spec
 from dino_vit.models.backbone import CLS, FeatureSpec, mean_by_cell
 from dino_vit.views.eval_transform import EvalTransform
 from tests.support.close import assert_close_to_scale
@@ -108,12 +108,12 @@ def test_backbones_side_by_side_each_read_images_their_own_way(tmp_path):
     unit = torch.cat([part / part.norm(dim=1, keepdim=True) for part in expected], dim=1)
     features = torch.from_numpy(values)
     assert_close_to_scale(fit_reading(joined, features, spec, 0.0)(features), unit)
-    levelled = fit_levelling(features, part_widths(joined, spec))
+    levelled = fit_levelling(features, [32, 9 * 32, 16, 9 * 16, 3 * 32 * 32])
     assert torch.equal(fit_reading(joined, features, spec, 0.5)(features), levelled(features))
-    assert torch.equal(fit_reading(first, features, spec, 0.0)(features), features)
+    for tokens in (spec, FeatureSpec(tokens="patches")):
+        assert torch.equal(fit_reading(first, features, tokens, 0.0)(features), features)
     assert indices.tolist() == list(range(20))
-    assert part_widths(joined, spec) == [32, 9 * 32, 16, 9 * 16, 3 * 32 * 32]
-    assert part_widths(joined, spec)[:2] == levelled_spec(first.model).widths(first.model)
+    assert levelled_spec(first.model).widths(first.model) == [32, 9 * 32]
     assert len(joined.describe_weights()["beside"]) == 2
     with pytest.raises(ValueError, match="of one backbone"):
         joined_features(joined, source, spec=FeatureSpec(tokens="patches"))

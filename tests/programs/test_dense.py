@@ -220,9 +220,9 @@ def test_neighbours_are_those_of_a_loop(tmp_path, weights):
         best = F.one_hot(votes.argmax(1), 5).float().T.reshape(1, 5, 4, 4)
         predicted = F.interpolate(best, size=(16, 16), mode="bilinear").argmax(1)[0].numpy()
         right += (predicted == np.array(Image.open(tmp_path / f"masks/{number}.png"))).sum()
-    percent = results["knn"]["pixel_accuracy"]["percent"]
+    percent = results["knn"]["pixel_accuracy"]["value"]
     assert percent == pytest.approx(100 * right / (6 * 256), abs=0.2)
-    assert results["figure"]["percent"] == results["linear"]["mean_iou"]["percent"]
+    assert results["figure"]["value"] == results["linear"]["mean_iou"]["value"]
     assert "k-NN of patches" in str(result)
     assert "the largest class, " in str(result)
 

@@ -45,8 +45,10 @@ def test_heads_are_written_as_the_reference_does(weights, blocks, mean):
     if mean:  # c0, p0, c1, p1, ...
         features = torch.stack([features[:, :32], features[:, 32:]], dim=2).flatten(1)
     scores = F.linear(features, weight, bias)
-    assert details["top1"]["correct"] == int((scores.argmax(1) == torch.from_numpy(val.targets)).sum())
-    assert details["top1"]["percent"] == details["percents"][-1]
+    assert details["figures"]["top-1"]["correct"] == int(
+        (scores.argmax(1) == torch.from_numpy(val.targets)).sum()
+    )
+    assert details["figures"]["top-1"]["value"] == details["percents"][-1]
 
 
 def test_a_head_resumes_and_two_processes_train_the_same(weights, monkeypatch):

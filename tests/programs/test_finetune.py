@@ -50,8 +50,8 @@ def test_it_learns_and_the_network_loads_with_its_classifier(tmp_path, weights):
     assert model.provenance.mean == (0.5, 0.5, 0.5)
     assert model.provenance.config["classes"] == list(val.classes)
     right = int((model.head(extracted(model, val.images)).argmax(1) == torch.from_numpy(val.targets)).sum())
-    assert found["last"]["top1"]["correct"] == right
-    assert found["last"]["top1"]["images"] == 20
+    assert found["figures"]["top-1"]["correct"] == right
+    assert found["figures"]["top-1"]["images"] == 20
     assert load_backbone(output).architecture["num_classes"] == 0, "it serves as a backbone too"
 
 
@@ -73,7 +73,7 @@ def test_a_short_run_has_a_short_warm_up(tmp_path, weights):
     settings = [f"source={tmp_path}", f"weights={weights}", f"output={tmp_path / 'run'}", "workers=0"]
     result = run(load(FinetuneConfig, None, [*settings, "epochs=1", "lr=1e-9", "precision=no"]))
     assert result.details["config"]["warmup_epochs"] == 0.1
-    assert result.figure.value < result.details["knn_before"]["percent"], "its classifier has learned nothing"
+    assert result.figure.value < result.details["knn_before"]["value"], "its classifier has learned nothing"
     assert "fine-tuning ends below it, so try more epochs" in str(result)
 
 
@@ -106,7 +106,7 @@ def test_two_processes_train_as_one(tmp_path, weights):
     two = json.loads((tmp_path / "two" / "eval" / "finetune.json").read_text())
     for ours, theirs in zip(two["history"], one["history"], strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
-        assert ours["top1"]["images"] == theirs["top1"]["images"] == 20
+        assert ours["top-1"]["images"] == theirs["top-1"]["images"] == 20
     alone, together = (tensors(tmp_path / name / "state", 3) for name in ("one", "two"))
     for name, tensor in alone.items():
         torch.testing.assert_close(together[name], tensor, atol=2e-4, rtol=1e-2, msg=name)

@@ -90,8 +90,8 @@ def test_the_grid_reports_every_cell_and_the_best_on_the_images_it_is_judged_by(
     assert cells == [
         (rate, blocks, mean) for rate in (0.001, 0.01, 0.1) for blocks in (1, 3) for mean in (False, True)
     ]
-    best = found["best"]
-    assert best["top1"]["percent"] == max(cell["top1"] for cell in found["table"])
+    best = max(cell["top-1"] for cell in found["table"])
+    assert found["figures"]["top-1"]["value"] == pytest.approx(best, abs=1e-4)
     assert "chosen on the images that it is evaluated on" in str(result)
     assert (found["settings"]["steps"], found["weights"]["source"]) == (40, str(weights))
 
@@ -102,8 +102,8 @@ def test_two_processes_with_one_rate_find_what_one_does(weights):
     _, second = command_in_two(weights.with_name("log"), "eval/linear_grid.py", *words, "rates=[0.1]")
     assert "top-1" not in second, "only rank 0 prints"
     one, two = (json.loads(weights.with_name(name).read_text()) for name in ("found.json", "two.json"))
-    assert {key: two[key] for key in ("best", "table", "images")} == {
-        key: one[key] for key in ("best", "table", "images")
+    assert {key: two[key] for key in ("figures", "table", "images")} == {
+        key: one[key] for key in ("figures", "table", "images")
     }
 
 
@@ -114,11 +114,11 @@ def test_regressions_as_published_read_the_class_token_as_it_is(weights, monkeyp
     train, val = (extracted(model, each.images) for each in sets)
     heads = train_logistic(train, torch.from_numpy(sets[0].targets), cs=[0.1, 10], classes=10)
     right = count_correct(heads, val, torch.from_numpy(sets[1].targets)).tolist()
-    assert [(cell["C"], cell["top1"]) for cell in found["table"]] == [
+    assert [(cell["C"], cell["top-1"]) for cell in found["table"]] == [
         (c, pytest.approx(100 * count / len(val), abs=1e-4))
         for c, count in zip((0.1, 10), right, strict=True)
     ]
-    assert found["best"]["top1"]["correct"] == max(right)
+    assert found["figures"]["top-1"]["correct"] == max(right)
 
 
 def test_several_labels_are_refused(weights, tmp_path):

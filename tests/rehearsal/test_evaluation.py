@@ -9,7 +9,7 @@ from dino_vit.core.distributed import to_device
 from dino_vit.core.process import in_batches
 from dino_vit.data.stores.files import open_folder
 from dino_vit.data.synthetic import make_textures
-from dino_vit.eval.linear import count_correct, top_classes
+from dino_vit.eval.linear import count_correct, head_scores
 from dino_vit.eval.neighbours import weighted_knn
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.features.frozen import FrozenBackbone
@@ -78,7 +78,7 @@ def test_probes_are_trained_without_a_wait_between_steps(device):
             rehearsal.answers = False
             if device == CUDA:
                 count_correct(heads[1], features, targets)
-                assert top_classes(heads[0], features).shape == (200, 5)
+                assert head_scores(heads[0], features).shape == (200, 2, 10)
     assert len(found) == 1
 
 
@@ -99,7 +99,7 @@ def test_a_step_of_finetuning_does_not_wait(tmp_path):
             run.take_step(*next(batches), step)
         assert rehearsal.by_part["clipping"] < 20
         rehearsal.answers = True
-        assert run.evaluate()["top1"].images > 0
+        assert run.evaluate()["top-1"].images > 0
 
 
 @pytest.mark.parametrize("channels", [3, 5])
