@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,7 @@ def write_results(path: Path | None, results: Mapping[str, object]) -> dict[str,
 
 def to_jsonable(results: Mapping[str, object]) -> dict[str, Any]:
     """Return results as JSON holds them, without what is not public."""
-    content: dict[str, Any] = public_values(json.loads(json.dumps(results, default=asdict)))
+    content: dict[str, Any] = public_values(json.loads(json.dumps(results, default=Figure.as_json)))
     return content
 
 
@@ -109,7 +109,7 @@ def evaluation(
 ) -> dict[str, Any]:
     """Return the results of a command, its main figure first, as JSON holds them; with a path, write them."""
     head = {"command": command, "written": datetime.now(UTC).isoformat(timespec="seconds")}
-    return write_results(path, {**head, "figure": {"title": title, **asdict(figure)}, **details})
+    return write_results(path, {**head, "figure": {"title": title, **figure.as_json()}, **details})
 
 
 def describe_inputs(

@@ -6,7 +6,7 @@ return (r, c), NaN where a column has nothing to judge by. An output is the scor
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from statistics import NormalDist
 
@@ -36,6 +36,10 @@ class Figure:
 
     def __str__(self) -> str:
         return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+    def as_json(self) -> dict[str, float]:
+        """Return what files of results hold."""
+        return {name: round(number, 4) for name, number in asdict(self).items() if number is not None}
 
 
 def wilson_interval(share: float, images: int) -> tuple[float, float]:

@@ -1,7 +1,7 @@
 """The command that compares backbones: its figures are those of the evaluators."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -61,7 +61,7 @@ def test_figures_are_those_of_the_evaluators(tmp_path, others):
     linear = dino_vit.linear("synthetic:60:16", **shared)  # of the last
     assert found.figures["linear top-1"][path].value == pytest.approx(linear.figure.value)
     written = json.loads(found.path.read_text())
-    assert written["figures"]["k-NN top-1"][path] == asdict(found.figures["k-NN top-1"][path])
+    assert written["figures"]["k-NN top-1"][path] == found.figures["k-NN top-1"][path].as_json()
     assert written["effective_rank"] == found.ranks
     assert len(found.pairs) == 2
     assert found.verdict in found.text

@@ -1,7 +1,6 @@
 """The command and its program: figures equal to a loop over features, in one process or two."""
 
 import json
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -56,7 +55,7 @@ def test_figures_are_those_of_a_loop_and_classes_meet_by_name(tmp_path, weights,
         for top in (1, 5):
             found_by_loop = [ranked_classes((bank @ query).tolist(), bank_labels, k) for query in queries]
             right = [label in classes[:top] for label, classes in zip(labels, found_by_loop, strict=True)]
-            assert figures[f"top-{top}"] == asdict(accuracy(sum(right), 12))
+            assert figures[f"top-{top}"] == accuracy(sum(right), 12).as_json()
             if (top, k) == (1, 3):
                 correct = {
                     name: sum(r for r, label in zip(right, labels, strict=True) if label == name)

@@ -77,7 +77,7 @@ def test_several_labels_are_judged_as_by_scikit_learn(photos, weights):
             }
             assert measured == pytest.approx({**aps, "early": None}, abs=1e-3)
             f1s = [f1_score(true[:, c], scores[:, c] > 0.5) for c in judged]
-            assert result["mean F1"]["value"] == pytest.approx(100 * np.mean(f1s))
+            assert result["mean F1"]["value"] == pytest.approx(100 * np.mean(f1s), abs=1e-4)
     assert found["figure"]["title"] == "k-NN mAP, k=5"
     assert found["figure"]["low"] < found["figure"]["value"] < found["figure"]["high"]
     assert "several labels for each of 90 images" in said
@@ -88,7 +88,7 @@ def test_several_labels_are_judged_as_by_scikit_learn(photos, weights):
 def test_linear_classifiers_learn_several_labels(photos, weights):
     result = dino_vit.linear(photos, weights, labels=photos / "tags.csv", several=True, **SETTINGS)
     red = result.details["per_class"]["red"]
-    assert red["AP"]["value"] == pytest.approx(result.per_class["red"].value, abs=1e-6)
+    assert red["AP"]["value"] == pytest.approx(result.per_class["red"].value, abs=1e-4)
     assert red["AP"]["value"] > red["AP of a guess"] + 30
     assert result.details["per_class"]["early"]["AP"] is result.per_class["early"] is None
     assert ((result.outputs >= 0) & (result.outputs <= 1)).all()

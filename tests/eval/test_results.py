@@ -9,7 +9,7 @@ from dino_vit.config.commands import KnnConfig, LinearConfig
 from dino_vit.data.open import open_source
 from dino_vit.eval.results import default_output, evaluation
 from dino_vit.eval.sets import LabelledSubset
-from dino_vit.eval.statistics import accuracy
+from dino_vit.eval.statistics import Figure, accuracy
 from dino_vit.reports.record import read_evaluations
 
 GIVEN = {"source": "photos/test", "weights": "runs/first"}
@@ -64,6 +64,16 @@ def test_results_lie_with_the_weights(tmp_path):
 def test_another_command_and_other_labels_have_another_file(changes):
     assert default() == default()
     assert default(**changes) != default()
+
+
+def test_figures_in_files_are_rounded_and_hold_what_is_known():
+    assert Figure(100 / 3, 20.123456, 50.0, 9).as_json() == {
+        "value": 33.3333,
+        "low": 20.1235,
+        "high": 50.0,
+        "images": 9,
+    }
+    assert accuracy(1, 3).as_json()["correct"] == 1
 
 
 def test_the_list_is_read_from_the_files(tmp_path, caplog):
