@@ -179,12 +179,13 @@ def _from_rank_0(work: Any) -> Any:
 
 
 def check_alike(shared: Mapping[str, str]) -> None:
-    """Check that all ranks have the same values, of the same names."""
+    """Check that all ranks have the same values; of a section that is null there are no names inside."""
     with in_all_processes():
         by_rank: list[Mapping[str, str]] = share_work(lambda _: [shared], range(world_size()))
     for name, (rank, each) in product(shared, enumerate(by_rank)):
-        if each[name] != by_rank[0][name]:
-            seen = f"{by_rank[0][name]} on rank 0 and {each[name]} on rank {rank}"
+        first, other = (given.get(name, "nothing") for given in (by_rank[0], each))
+        if first != other:
+            seen = f"{first} on rank 0 and {other} on rank {rank}"
             text = f"the ranks of this run differ: {name} is {seen}"
             raise ValueError(f"{text}. Give all of them the same settings and images")
 

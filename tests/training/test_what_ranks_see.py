@@ -58,6 +58,12 @@ def test_ranks_with_different_settings_do_not_begin(tmp_path):
         assert "differ: optim.lr is 0.03 on rank 0 and 0.02 on rank 1. Give all of them" in said
 
 
+def test_a_section_that_only_one_rank_was_given_is_named(tmp_path):
+    first, second = pair_of(tmp_path, {"init.weights": "a.pth"}, {})
+    assert "differ: init.weights is a.pth on rank 0 and nothing on rank 1. Give all of them" in first
+    assert "differ: init is nothing on rank 0 and null on rank 1. Give all of them" in second
+
+
 def test_ranks_that_would_use_images_in_different_orders_do_not_begin(tmp_path):
     """One reads a packed folder from its disk, the other over HTTP."""
     write_shards(tmp_path / "shards", 4, 8)
