@@ -20,6 +20,7 @@ from dino_vit.config.facts import (
 )
 from dino_vit.config.loading import load, write_yaml
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.config.sections import BASELINES
 from dino_vit.config.settings import flat, get, values
 from dino_vit.core import height_width
 from dino_vit.core.checkpoint import Checkpoint
@@ -197,6 +198,8 @@ def _load_given(config: PretrainConfig, key: str, **options: Any) -> Backbone:
     weights = str(get(config, key))
     if Path(weights).resolve() == Path(config.output).resolve():
         raise ValueError(f"{key}={weights} is the run itself; give another, or a checkpoint that is kept")
+    if weights in BASELINES:
+        raise ValueError(f"{key}={weights} has no weights; give those of a network")
     # A run that goes on may write another checkpoint between two processes that read its newest one.
     return agree(
         f"weights of {key}",
