@@ -20,6 +20,7 @@ from dino_vit.config.facts import (
 )
 from dino_vit.config.loading import load, write_yaml
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.config.sections import BASELINES
 from dino_vit.config.settings import flat, get, values
 from dino_vit.core import height_width
 from dino_vit.core.checkpoint import Checkpoint
@@ -179,12 +180,13 @@ def _from_rank_0(work: Any) -> Any:
 
 
 def check_alike(shared: Mapping[str, str]) -> None:
-    """Check that all ranks have the same values, of the same names."""
+    """Check that all ranks have the same values; of a section that is null there are no names inside."""
     with in_all_processes():
         by_rank: list[Mapping[str, str]] = share_work(lambda _: [shared], range(world_size()))
     for name, (rank, each) in product(shared, enumerate(by_rank)):
-        if each[name] != by_rank[0][name]:
-            seen = f"{by_rank[0][name]} on rank 0 and {each[name]} on rank {rank}"
+        first, other = (given.get(name, "nothing") for given in (by_rank[0], each))
+        if first != other:
+            seen = f"{first} on rank 0 and {other} on rank {rank}"
             text = f"the ranks of this run differ: {name} is {seen}"
             raise ValueError(f"{text}. Give all of them the same settings and images")
 
@@ -196,6 +198,8 @@ def _load_given(config: PretrainConfig, key: str, **options: Any) -> Backbone:
     weights = str(get(config, key))
     if Path(weights).resolve() == Path(config.output).resolve():
         raise ValueError(f"{key}={weights} is the run itself; give another, or a checkpoint that is kept")
+    if weights in BASELINES:
+        raise ValueError(f"{key}={weights} has no weights; give those of a network")
     # A run that goes on may write another checkpoint between two processes that read its newest one.
     return agree(
         f"weights of {key}",

@@ -74,7 +74,11 @@ def pretrain(
 
 def set_up(config: PretrainConfig, accelerator: Accelerator) -> TrainingState:
     """Set up a new run, or one that resumes from the newest checkpoint in its output folder."""
-    inputs = open_inputs(config, Checkpoints(Path(config.output)).newest_of_rank_0())
+    checkpoint = Checkpoints(Path(config.output)).newest_of_rank_0()
+    if checkpoint and "architecture" not in checkpoint.metadata:  # as in the folder of a fine-tuning
+        text = f"{checkpoint.path} is not a checkpoint of a pretraining"
+        raise ValueError(f"{text}; give another output, or move that folder away")
+    inputs = open_inputs(config, checkpoint)
     facts = inspect(config, inputs, accelerator.device)
     run = complete(config, facts)
     check_alike(run.shared)

@@ -164,7 +164,8 @@ def test_copies_leave_a_tenth_of_their_disk_free(server, tmp_path, monkeypatch):
     assert build.build_prefetch(config, source, sampler) is None  # they do not all fit
     assert copies.limit == 900
     monkeypatch.undo()
-    assert build.build_prefetch(config, source, sampler)
+    prefetch = build.build_prefetch(config, source, sampler)
+    assert [prefetch.copy_next() for _ in range(COUNT + 1)] == [True] * COUNT + [False]
 
 
 def copy_all(url, folder):

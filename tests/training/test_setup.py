@@ -167,6 +167,19 @@ def test_a_folder_whose_checkpoint_has_another_version_is_refused(tmp_path, weig
     assert "has format version 2, but this dino-vit reads 1" in caplog.text
 
 
+def test_the_folder_of_a_fine_tuning_is_not_that_of_a_run(tmp_path):
+    Checkpoints(tmp_path).save(1, {"model.weight": torch.ones(2)}, {"facts": {}, "history": []})
+    with pytest.raises(ValueError, match="is not a checkpoint of a pretraining; give another output"):
+        opened(tmp_path, {"budget.steps": 10})
+
+
+@pytest.mark.parametrize("name", ["init.weights", "teacher.weights"])
+@pytest.mark.parametrize("recipe", ["dino", "auto"])
+def test_a_baseline_is_no_network_to_learn_from(tmp_path, name, recipe):
+    with pytest.raises(ValueError, match=rf"{name}=edges has no weights; give those of a network"):
+        opened(tmp_path, {"recipe": recipe, name: "edges", "data.source": "synthetic:64:32"})
+
+
 def test_a_run_without_images_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"no images are given: .* `dino-vit pretrain photos`"):
         pretrain(load(PretrainConfig, None, [f"output={tmp_path / 'run'}"]))

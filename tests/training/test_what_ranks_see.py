@@ -58,6 +58,12 @@ def test_ranks_with_different_settings_do_not_begin(tmp_path):
         assert "differ: optim.lr is 0.03 on rank 0 and 0.02 on rank 1. Give all of them" in said
 
 
+def test_a_section_that_only_one_rank_was_given_is_named(tmp_path):
+    first, second = pair_of(tmp_path, {"init.weights": "a.pth"}, {})
+    assert "differ: init.weights is a.pth on rank 0 and nothing on rank 1. Give all of them" in first
+    assert "differ: init is nothing on rank 0 and null on rank 1. Give all of them" in second
+
+
 def test_ranks_that_would_use_images_in_different_orders_do_not_begin(tmp_path):
     """One reads a packed folder from its disk, the other over HTTP."""
     write_shards(tmp_path / "shards", 4, 8)
@@ -90,8 +96,9 @@ def check_ranks(rank, environs, folder):
 def test_commands_compare_what_their_ranks_see(tmp_path):
     write_classes(tmp_path / "photos0", "ab", 8)
     write_classes(tmp_path / "photos1", "ab", 7)
-    model = VisionTransformer(image_size=32, patch_size=8, width=32, depth=1, heads=2)
-    dino_vit.save_backbone(model, tmp_path / "weights.safetensors", mean=(0.5,) * 3, std=(0.2,) * 3)
+    for name in ("weights", "weights1"):
+        model = VisionTransformer(image_size=32, patch_size=8, width=32, depth=1, heads=2)
+        dino_vit.save_backbone(model, tmp_path / f"{name}.safetensors", mean=(0.5,) * 3, std=(0.2,) * 3)
     arguments = torchrun_environs(), tmp_path
     mp.start_processes(check_commands, arguments, nprocs=2, start_method=server.get_start_method())
     assert sorted(path.name for path in tmp_path.glob("done*")) == ["done0", "done1"]
@@ -110,6 +117,8 @@ def check_commands(rank, environs, folder):
         check_command(name, what, source, weights)
     check_command("compare", "images", photos, [weights, "untrained"])
     check_command("knn", "labelled images", folder / "photos0", weights, labels=labels)
+    # A run that goes on may write a checkpoint between two processes that read its newest one.
+    check_command("embed", "weights", folder / "photos0", folder / f"weights{rank or ''}.safetensors")
     check_agreement(rank)
     (folder / f"done{rank}").touch()
     end_processes()
