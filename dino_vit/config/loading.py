@@ -56,10 +56,7 @@ def _read_override(cls: type[Settings], text: str) -> _Layer:
     info = settings_of(cls).get(key)
     if info and info.takes_text and value != "null":
         return {key: value}
-    try:
-        return flat({key: _parse_yaml(value, brief(text))})
-    except ValueError as error:  # the shell splits at spaces
-        raise ValueError(f"{error}; quote a list or text with spaces: '{key}=...'") from None
+    return flat({key: _parse_yaml(value, brief(text))})
 
 
 def _without(layer: _Layer, keys: Iterable[str]) -> _Layer:
@@ -145,7 +142,9 @@ def _explained(
             continue
         text = " or ".join(dict.fromkeys(messages))
         if info.choices:
+            similar = get_close_matches(str(layer[key]), info.choices, n=1)
             text = f"must be {'one of ' * (len(info.choices) > 1)}{', '.join(info.choices)}"
+            text = f"did you mean {similar[0]}? It {text}" if similar else text
         elif "null:" in info.meaning:
             text = f"{text} ({info.meaning})"
         yield f"{key} = {brief(write_yaml(layer[key]))}{origins.get(key, '')}: {text}"
@@ -201,6 +200,7 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None 
 
 def config_from(args: argparse.Namespace, cls: type[C]) -> C:
     """Return the config for parsed arguments."""
+    _check_split([*args.options, *args.settings])
     unset, named, listed = list(cls.positional), list[str](), list[str]()
     for text in args.settings:
         key, equals, _ = text.partition("=")
@@ -220,6 +220,16 @@ def config_from(args: argparse.Namespace, cls: type[C]) -> C:
     if both := sorted(by_name & by_option):  # argparse does not tell which came last
         raise ValueError(f"{both[0]} is given twice, as {both[0]}=... and as --{both[0]}; give it once")
     return load(cls, args.config, [*named, *args.options])
+
+
+def _check_split(texts: Sequence[str]) -> None:
+    """Raise if a list or a section was given without quotes, so that the shell split it at its spaces."""
+    for text in texts:
+        value = text.partition("=")[2]
+        closing = {"[": "]", "{": "}"}.get(value[:1])
+        if closing and value.count(value[0]) > value.count(closing):
+            whole = f"'{text} ...{closing}'"
+            raise ValueError(f"{brief(text)} has no {closing}: the shell splits at spaces; quote it: {whole}")
 
 
 class _Loader(yaml.SafeLoader):

@@ -79,7 +79,7 @@ def test_a_method_is_a_set_of_defaults_that_anything_given_replaces(tmp_path: Pa
         ),
         (["budget.epochs=null"], "the run has no length"),
         (["budget.epochs=null", "recipe=auto"], "the run has no length"),
-        (["model.arch=vit_smal"], "model.arch = vit_smal: must be one of vit_tiny, vit_small, vit_base"),
+        (["model.arch=vit_smal"], "model.arch = vit_smal: did you mean vit_small?"),
         (["model.arch=resnet50"], "must be one of vit_tiny, vit_small, vit_base, vit_large, vit_huge, timm:"),
         (["model.arch=vit_tiny", "model.width=64"], "model.arch=vit_tiny and model.width=64 exclude"),
         (["model.width=64"], "give model.width and model.depth, or model.arch"),
