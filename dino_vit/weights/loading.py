@@ -23,6 +23,7 @@ from dino_vit.models.backbone import Provenance
 from dino_vit.models.positions import interpolate_pos_embs
 from dino_vit.models.stems import FIRST_KERNEL, inflate
 from dino_vit.models.timm_backbone import TimmConfig
+from dino_vit.models.vit import ViTConfig
 from dino_vit.weights.backbones import (
     LoadedBackbone,
     LoadedBaseline,
@@ -55,6 +56,9 @@ def load_backbone(
     `VisionTransformer` overrides what the tensors show: another `image_size` resamples the positions, other
     `channels` inflate the patch embedding, `num_classes` keeps the classifier.
     """
+    parameters = [field.name for field in fields(ViTConfig)]
+    if unknown := [name for name in overrides if name not in parameters]:
+        raise TypeError(f"load_backbone() has no argument {unknown[0]!r}, but {', '.join(parameters)}")
     raw = read_weights(source, network)
     try:
         layout, model, notes = _load(raw, format, overrides)
