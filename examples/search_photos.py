@@ -28,14 +28,14 @@ table = parquet.read_table(options.embeddings)
 names, facts = table["name"].to_pylist(), json.loads(table.schema.metadata[b"dino_vit"])
 values = table["embedding"].combine_chunks().flatten().to_numpy().reshape(len(names), -1)
 values = values / np.linalg.norm(values, axis=1, keepdims=True)
-if not facts["source"]["root"]:
+if facts["source"]["root"] is None:
     parser.error(f"{options.embeddings} does not say in which folder the photos are: embed a folder")
-settings, weights = facts["settings"], facts["weights"]
-if settings["whiten"] or "beside" in weights:
+if facts["whiten"] or facts["beside"]:
     parser.error(f"{options.embeddings} has levelled or joined features: embed without whiten and +")
 folder = Path(facts["source"]["root"])
-backbone = dino_vit.load_backbone(weights["source"], network=settings["network"])
-queries = backbone.embed(options.queries, tokens=settings["tokens"], blocks=settings["blocks"])
+backbone = dino_vit.load_backbone(facts["weights"]["path"], network=facts["weights"]["network"])
+tokens, blocks = facts["tokens"]["kind"], facts["tokens"]["blocks"]
+queries = backbone.embed(options.queries, tokens=tokens, blocks=blocks)
 queries = normalize(queries.flatten(1)).numpy()
 sheet = Image.new("RGB", (SIDE * (1 + options.k), SIDE * len(queries)), "white")
 for row, (photo, cosines) in enumerate(zip(options.queries, queries @ values.T, strict=True)):

@@ -5,8 +5,9 @@ the name of a class; an index is the image's index in the source.
 """
 
 import json
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ from dino_vit.core.text import Result, public
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.labels import Labels
 from dino_vit.data.open import open_source
-from dino_vit.eval.results import to_jsonable
+from dino_vit.data.remote import is_url
 from dino_vit.features.frozen import FrozenBackbone, frozen_backbones
 from dino_vit.features.readings import fit_reading, joined_features
 from dino_vit.models.backbone import FeatureSpec
+from dino_vit.weights.hub import is_name
 
 Array = NDArray[Any]
 FORMAT = 1  # of embedding files
@@ -59,9 +61,13 @@ def write_embeddings(path: Path, embeddings: ImageEmbeddings) -> None:
         "embedding": pa.FixedSizeListArray.from_arrays(flat, width),
     }
     table = pa.table(columns, metadata={OWN_KEY: json.dumps(embeddings.metadata)})
-    rows = max(_GROUP_BYTES // (4 * width), 1)
-    with replacing(path) as partial:  # floating-point noise neither compresses nor repeats
-        parquet.write_table(table, partial, row_group_size=rows, compression="none", use_dictionary=False)
+    # Floating-point noise neither compresses nor repeats.
+    options: dict[str, Any] = {
+        "compression": "none",
+        "use_dictionary": ["label.list.element" if several else "label"],
+    }
+    with replacing(path) as partial, partial.open("wb") as file:
+        parquet.write_table(table, file, row_group_size=max(_GROUP_BYTES // (4 * width), 1), **options)
 
 
 def run(config: EmbedConfig) -> ImageEmbeddings:
@@ -81,7 +87,9 @@ def run(config: EmbedConfig) -> ImageEmbeddings:
     codes = source.codes(indices).tolist()
     rounded = "" if backbone.autocast is None else f" (computed in {backbone.precision})"
     shape = " × ".join(map(str, values.shape))
-    text = f"{shape} in float32{rounded}, with names, labels and metadata"
+    has_labels = any(code >= 0 for code in codes)
+    named = "names, labels and metadata" if has_labels else "names and metadata"
+    text = f"{shape} in float32{rounded}, with {named}"
     embeddings = ImageEmbeddings(
         values=values,
         names=[names[index] for index in indices.tolist()],
@@ -106,19 +114,30 @@ def provenance(
     values: Array, source: ImageSet, backbone: FrozenBackbone, config: EmbedConfig
 ) -> dict[str, Any]:
     """Return all that is needed to compute the features again."""
-    return to_jsonable(
-        {
-            "version": FORMAT,
-            "dino_vit": __version__,
-            "settings": config.model_dump(mode="json"),
-            "weights": {**backbone.describe_weights(), "digest": backbone.weights_digest},
-            "source": {
-                "fingerprint": source.fingerprint,
-                "images": len(source),
-                "unreadable": len(source) - len(values),
-                "root": source.store.root,  # of names that are paths of files
-            },
-            "transform": backbone.transform,
-            "shape": values.shape[1:],
-        }
-    )
+    path, weights = Path(config.source), backbone.describe_weights()
+    named, root = is_name(weights["source"]), source.store.root
+    local = root is not None and not (is_url(root) or is_url(config.source))
+    return {
+        "format": FORMAT,
+        "dino_vit": __version__,
+        "weights": {
+            "path": weights["source"] if named else str(Path(weights["source"]).absolute()),
+            "file_sha256": weights["sha256"],
+            "sha256": backbone.weights_digest,
+            "network": config.network,
+            "step": weights["step"],
+        },
+        "beside": weights.get("beside", []),
+        "source": {
+            "spec": str(path.absolute()) if path.exists() else public(config.source),
+            "root": os.path.abspath(str(root)) if local else None,  # of names that are paths of files
+            "fingerprint": source.fingerprint,
+            "images": len(source),
+            "unreadable": len(source) - len(values),
+        },
+        "transform": asdict(backbone.transform),
+        "tokens": {"kind": config.tokens, "blocks": config.blocks},
+        "whiten": config.whiten,
+        "precision": backbone.precision,
+        "shape": list(values.shape[1:]),
+    }

@@ -53,16 +53,17 @@ def test_files_hold_the_features_of_the_backbone(tmp_path, weights, folder):
     assert columns["index"] == [i for i in range(34) if source.name(i) != "a/broken.png"]
     assert columns["name"] == [source.name(index) for index in columns["index"]]
     assert columns["label"] == [name[0] if "/" in name else None for name in columns["name"]]
-    assert metadata["weights"]["source"] == str(weights)
-    assert metadata["weights"]["sha256"] == model.provenance.sha256
+    assert metadata["weights"]["path"] == str(weights)
+    assert metadata["weights"]["file_sha256"] == model.provenance.sha256
     assert metadata["source"] == {
+        "spec": str(folder),
         "root": str(folder),
         "fingerprint": source.fingerprint,
         "images": 34,
         "unreadable": 1,
     }
     assert TypeAdapter(EvalTransform).validate_python(metadata["transform"]) == eval_transform_of(model)
-    assert (metadata["version"], metadata["weights"]["precision"]) == (1, "float32")
+    assert (metadata["format"], metadata["precision"]) == (1, "float32")
 
 
 def test_levelled_embeddings_of_two_backbones_are_fitted_on_the_images_themselves(tmp_path, weights):
@@ -73,7 +74,7 @@ def test_levelled_embeddings_of_two_backbones_are_fitted_on_the_images_themselve
     for part in parts:
         assert np.linalg.norm(part, axis=1) == pytest.approx(1, rel=1e-5)
         assert (np.abs(np.corrcoef(part) + 1 / 8)[~np.eye(9, dtype=bool)] < 0.1).all(), "whitened"
-    assert (metadata["settings"]["whiten"], len(metadata["weights"]["beside"])) == (1, 1)
+    assert (metadata["whiten"], len(metadata["beside"])) == (1, 1)
 
 
 def test_mistakes_are_explained_and_leave_nothing(tmp_path, weights, folder, capsys):
