@@ -8,7 +8,7 @@ from dino_vit.config.settings import Settings, values
 from dino_vit.core.text import plural
 
 RESULTS_FOLDER = "eval"  # in that of a run
-RESULTS_VERSION = 1  # of files of results
+RESULTS_VERSION = 2  # of files of results
 # The settings of any command that say where it writes.
 OUTPUTS = {"output", "out", "classifier", "sheet", "cache"}
 FOLDERS = {"weights", "run"}  # and those of folders in which results are, not images

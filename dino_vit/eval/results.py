@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -100,8 +100,12 @@ def write_results(path: Path | None, results: Mapping[str, object]) -> dict[str,
 
 def to_jsonable(results: Mapping[str, object]) -> dict[str, Any]:
     """Return results as JSON holds them, without what is not public."""
-    content: dict[str, Any] = public_values(json.loads(json.dumps(results, default=Figure.as_json)))
+    content: dict[str, Any] = public_values(json.loads(json.dumps(results, default=_as_json)))
     return content
+
+
+def _as_json(value: Any) -> object:
+    return value.as_json() if isinstance(value, Figure) else asdict(value)
 
 
 def evaluation(
@@ -212,12 +216,13 @@ def conclude(
         chance, what = 100 / len(predictions.classes), "class"
         text.append(f"always guessing {name} scores {percent:.1f} %, random guessing {chance:.1f} %")
         details |= {"largest_class": percent, "chance": chance}
-    text += [lowest(what, judged.rows), *([str(path)] if path else [])]
+    first, comma, k = title.partition(",")  # of several k the table is of one
+    text += [lowest(f"{what}{comma}{k}", judged.rows), *([str(path)] if path else [])]
     return EvaluationResult(
         figure=measured.figure,
         figures=judged.figures,
         per_class={name: next(iter(row.values())) for name, row in judged.rows.items()},
-        measured=replace(measured, title=title.partition(",")[0]),
+        measured=replace(measured, title=first),
         predictions=predictions,
         outputs=None if predictions else measured.parts[0].float().numpy(),
         path=path,

@@ -126,6 +126,8 @@ def _read_path(path: Path) -> tuple[Path, Any, dict[str, Any]]:
     path = find_weights(path)
     if path.is_dir() and (checkpoint := Checkpoints(path).newest()):
         return checkpoint.path, checkpoint.tensors, _own_facts(checkpoint.path, checkpoint.metadata)
+    if path.suffix == ".onnx":
+        raise WeightsError(f"{path} is an ONNX graph, which has no weights to load; give the original")
     texts, where = dict[str, Any](), f"the metadata of {path}"
     if path.name == INDEX:
         content: Any = {

@@ -66,6 +66,7 @@ def test_figures_are_those_of_a_loop_and_classes_meet_by_name(tmp_path, weights,
     assert "with k = 1000: the bank has only 49 images, and all of them vote" in said
     assert f"{found['results'][0]['top-1']['value']:.2f} (" in said
     assert "always guessing b scores 33.3 %, random guessing 14.3 %" in said
+    assert f"class, k={found['results'][0]['k']}, the lowest of 3" in said
 
 
 def test_one_set_is_classified_by_the_others(tmp_path, weights):

@@ -135,6 +135,9 @@ def test_what_holds_no_backbone(tmp_path):
         load_backbone(tmp_path / "nowhere.pth")
     with pytest.raises(WeightsError, match="holds no weights"):
         load_backbone(tmp_path)
+    (tmp_path / "vit.onnx").touch()
+    with pytest.raises(WeightsError, match=r"vit\.onnx is an ONNX graph, which has no weights to load"):
+        load_backbone(tmp_path / "vit.onnx")
     with pytest.raises(WeightsError, match="choose from teacher, student"):
         load_backbone(backbone().state_dict(), network="ema")
 
