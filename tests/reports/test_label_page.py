@@ -241,7 +241,7 @@ def test_what_is_labelled_in_another_tab_is_not_lost(page):
     page.browser.execute_script("page.answers.changed = false")
     page.browser.close()
     page.browser.switch_to.window(first)
-    assert page.ask("document.querySelector('.count').textContent") == "4 labelled, not saved yet"
+    page.wait_for("document.querySelector('.count').textContent", "4 labelled, not saved yet")
     page.label(1)
     assert len(page.save("few.csv")) == 5
 

@@ -91,6 +91,10 @@ class LabelPage:
     def ask(self, script, *arguments):
         return self.browser.execute_script(f"return {script}", *arguments)
 
+    def wait_for(self, script, value):
+        """Wait until a script returns a value: a browser tells other tabs when it can."""
+        WebDriverWait(self.browser, 60).until(lambda _: self.ask(script) == value)
+
     @property
     def name(self):
         """The image that is shown, as its photo tells."""
