@@ -27,7 +27,10 @@ class Chooser {
     this.field.addEventListener("input", () => this.draw());
     this.field.addEventListener("keydown", (event) => {
       if (event.isComposing) return;
-      if (event.key === "Enter" && isLabel(this.field.value)) this.take(event.shiftKey ? this.field.value : this.chosen, event);
+      if (event.key === "Enter" && isLabel(this.field.value)) {
+        const label = event.shiftKey ? this.field.value : this.chosen;
+        if (label) this.take(label, event);
+      }
       else if (/^\d$/.test(event.key) && !this.field.value) this.key(event);
       else if (event.key === "Tab" && this.completion && !event.shiftKey) {
         this.field.value = this.completion;
@@ -56,14 +59,15 @@ class Chooser {
     const starts = fits.filter((label) => same(label).startsWith(typed) && same(label) !== typed);
     const isNew = typed && !this.answers.spellings.has(typed);
     this.completion = isNew ? starts[0] : undefined;
-    this.chosen = isNew && starts.length === 1 ? starts[0] : this.answers.spelling(this.field.value); // by Enter
+    // By Enter; none if it may be the beginning of several.
+    this.chosen = !isNew || !starts.length ? this.answers.spelling(this.field.value) : starts.length === 1 ? starts[0] : null;
     this.labels.replaceChildren();
     for (const label of fits) {
       tool(this.labels, !typed ? keys.get(label) : label === this.chosen ? "Enter" : label === this.completion ? "Tab" : "", label, () => this.take(label));
     }
     if (typed && !isLabel(typed)) element(this.labels, "p", { class: "caption" }, `${typed} means that there is no label: write another word.`);
     else if (isNew) {
-      tool(this.labels, starts.length === 1 ? "Shift Enter" : "Enter", `new: ${this.field.value.trim()}`, () => this.take(this.field.value));
+      tool(this.labels, starts.length ? "Shift Enter" : "Enter", `new: ${this.field.value.trim()}`, () => this.take(this.field.value));
     }
   }
 

@@ -29,7 +29,7 @@ class Grid {
     this.page.drawUndo(heading);
     const rest = left > shown.length ? `${left.toLocaleString("en")} to look through, ${shown.length} of them here. ` : "";
     const lead = element(parent, "p", { class: "lead" }, shown.length ? `${rest}Click what is wrong.` : "All of these are done. What they are now:");
-    if (shown.length) element(lead, "span", { class: "keys" }, " With keys: arrows, then the space bar or Enter.");
+    if (shown.length) element(lead, "span", { class: "keys" }, " With keys: arrows, the space bar marks, Enter says that the others are right.");
     const columns = element(parent, "div", { class: "check" });
     this.grid = element(columns, "div", { class: "grid" });
     for (const n of shown) {
