@@ -263,9 +263,10 @@ def read_table(path: str, several: bool) -> dict[str, Entry]:
     """Read a label for each name (as of `ImageSet.name`)."""
     try:
         data, path = read_file(path), public(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError) as error:
+        wrong = "is a folder" if isinstance(error, IsADirectoryError) else "does not exist"
         advice = did_you_mean(path, "; give a CSV or JSON file with a label for each image")
-        raise ValueError(f"{path} does not exist{advice}") from None
+        raise ValueError(f"{path} {wrong}{advice}") from None
     return by_name(path, read_entries(path, data, labels_needed=True, several=several))
 
 

@@ -22,7 +22,7 @@ from dino_vit.eval.cross_validation import (
     train_candidate,
     widened,
 )
-from dino_vit.eval.origins import Origins, describe_judges, may_judge, was_picked
+from dino_vit.eval.origins import CHOSEN, Origins, describe_judges, may_judge, was_picked
 from dino_vit.eval.pooled import PooledFeatures
 from dino_vit.eval.sets import LabelledFeatures
 from dino_vit.eval.spreading import Spreading
@@ -81,7 +81,7 @@ def describe_training(
 def _how_many_are_right(figure: Figure, guess: tuple[str, float], condition: str) -> str:
     """Say how many guesses will be right, if they are better than always the same one."""
     name, percent = guess
-    if figure.low <= percent:
+    if figure.low <= percent and not condition.startswith(CHOSEN):
         right = f"{figure.value:.0f} of 100 were right in cross-validation"
         text = f"These guesses may be no better than always guessing {brief(name)}"
         return f"{text}: {right}, of {figure.images:,} images; label more images"

@@ -11,6 +11,7 @@ from dino_vit.eval.sets import LabelledSubset
 
 GIVEN, RANDOM = "given", "random"
 LEARNED_ONLY = "checked", CORRECTED  # whoever looked at them had picked them by their guesses
+CHOSEN = "or fewer: the labelled images were not drawn at random"  # nor are their classes as frequent
 ENOUGH = 50  # images that were drawn at random; then these alone judge
 _GROUP = "group:"  # of images that were labelled at once, as they are nearly the same
 
@@ -43,7 +44,7 @@ def describe_judges(origins: Origins) -> str:
         return f"by {count:,} images that were drawn at random"
     if np.isin(origins[may_judge(origins)], (GIVEN, RANDOM)).all():
         return "if these images are like the labelled ones"
-    return "or fewer: the labelled images were not drawn at random"
+    return CHOSEN
 
 
 def join_groups(runs: NDArray[np.int64], origins: Origins) -> NDArray[np.int64]:

@@ -112,7 +112,7 @@ def run(config: PredictConfig) -> LabelPredictions:
         with after_figures():
             _write(files, table, details, fitted.doubts)
     lines += summarise(table, guessed, images.task, files, config.confident)
-    lines += _next_command(config, images.task) if len(guessed) else ()
+    lines += _next_step(config, images.task, guessed["origin"].to_pylist()) if len(guessed) else ()
     if config.classifier and fitted.classifier and is_main_process():
         with after_figures():
             save_classifier(fitted.classifier, files["classifier"], frozen.transform)
@@ -188,7 +188,8 @@ def open_images(config: PredictConfig) -> tuple[LabelledSubset | None, LabelledS
         learned = open_subset(name, source)
         others, count = images_to_label(name, source, learned), plural(len(source), "label")
         if len(others):
-            log.info("%s are yours, %s are guesses", f"{len(learned):,} of {count}", f"{len(others):,}")
+            guesses = plural(len(others), "is a guess", "are guesses")
+            log.info("%s are yours, %s", f"{len(learned):,} of {count}", guesses)
     else:
         learned = open_subset(config.train, open_source(config.train, config.labels, several=config.several))
         others = images_to_label(name, open_source(config.source, NO_LABELS), learned)
@@ -223,9 +224,12 @@ def _read(
     return fitted, torch.from_numpy(values).to(frozen.device), indices
 
 
-def _next_command(config: PredictConfig, task: Task) -> Iterator[str]:
-    """Yield the command to look through the guesses, where a page can."""
-    if config.output and task == "multiclass" and not is_object(config.source):
+def _next_step(config: PredictConfig, task: Task, origins: Sequence[str]) -> Iterator[str]:
+    """Yield the command to look through the guesses, where a page can, or that nothing is left to do."""
+    if {*origins} == {UNSURE}:
+        count = plural(len(origins), "image")
+        yield f"You have looked at all images. Only {count} that you were not sure of got a guess."
+    elif config.output and task == "multiclass" and not is_object(config.source):
         labels, page = None if config.train else config.labels, "check.html"
         options = {"labels": labels, "guesses": config.output, "output": page}
         options["overwrite"] = "true" if Path(page).exists() else None

@@ -215,7 +215,7 @@ def open_subset(name: str, source: ImageSet) -> LabelledSubset:
     unlabelled = len(source) - len(labelled)
     if unlabelled == len(source):
         advice = "sort them into one folder per class (a folder that all share is none), or give a CSV of "
-        advice += "names and labels: labels=FILE (train_labels=FILE for the train= of knn and linear)"
+        advice += "names and labels, as `dino-vit label` makes one: labels=FILE (train_labels=FILE of train=)"
         advice = "let it have `targets` or `label(i)`, or " + advice if is_object(name) else advice
         raise ValueError(f"none of the {len(source)} images of {labelled.name} has a label; {advice}")
     left_out = f"; {plural(unlabelled, 'image')} without a label" if unlabelled else ""

@@ -22,6 +22,7 @@ from dino_vit.eval.cross_validation import (
     train_candidate,
 )
 from dino_vit.eval.neighbours import weighted_knn
+from dino_vit.eval.origins import CHOSEN
 from dino_vit.eval.sets import LabelledFeatures
 from dino_vit.eval.statistics import accuracy
 
@@ -114,6 +115,16 @@ def noise(images, classes, seed):
 def said_of(train, folds):
     tried = candidates(folds, neighbours_only=True)
     return describe_training(train, cross_validate(train, folds, tried, ""), {})[0]
+
+
+def test_the_largest_share_among_labels_that_were_chosen_is_no_measure():
+    """Whoever names whole rows of images that look alike may have labels of one class above all."""
+    train, folds = noise(60, 3, 0), torch.arange(60) % 5
+    trials = cross_validate(train, folds, candidates(folds, neighbours_only=True), "")
+    assert describe_training(train, trials, {})[0].startswith("These guesses may be no better than always")
+    said = describe_training(train, trials, {}, judges=CHOSEN)[0]
+    assert said.startswith("About ")
+    assert said.endswith(CHOSEN)
 
 
 def test_noise_is_seldom_said_to_be_better_than_guessing():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import dino_vit
+from dino_vit.data.label_files import UNSURE
 from dino_vit.eval import predict
 from dino_vit.eval.classifier_training import describe_training
 from dino_vit.eval.cross_validation import Candidate, Trials
@@ -89,6 +90,19 @@ def test_labels_of_a_choice_promise_too_much_and_of_others_nothing_is_known():
         (["random", "group:1"], chosen),
     ):
         assert describe_judges(np.array(origins)).startswith(said)
+
+
+def test_nothing_is_left_to_do_where_only_what_nobody_was_sure_of_has_guesses(photos, weights):
+    few = write(photos, lambda row: "chosen")
+    rest = range(3 * IMAGES // 4, IMAGES)
+    with few.open("a", newline="") as file:
+        csv.writer(file).writerows([f"{row:03}.png", "", UNSURE] for row in rest)
+    found = dino_vit.predict(photos / "photos", weights, labels=few, output=photos / "rest.csv", **SETTINGS)
+    assert len(found.names) == len(rest)
+    said = str(found).splitlines()[-1]
+    assert said == (
+        f"You have looked at all images. Only {len(rest)} images that you were not sure of got a guess."
+    )
 
 
 def test_what_was_picked_by_its_guess_chooses_the_classifier_but_is_no_figure(photos, weights):

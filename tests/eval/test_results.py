@@ -83,8 +83,8 @@ def test_the_list_is_read_from_the_files(tmp_path, caplog):
     given = config.model_dump(mode="json", exclude_unset=True)
     details = {"weights": {"step": 1200}, "settings": settings, "given": given}
     evaluation("knn", folder / "new.json", "top-1, k=5", accuracy(3, 4), details)
-    (folder / "copydays.json").write_text('{"version": 1, "settings": {"source": "photos"}}')  # of a program
-    (folder / "other-version.json").write_text('{"version": 2, "command": "knn"}')
+    (folder / "copydays.json").write_text('{"version": 2, "settings": {"source": "photos"}}')  # of a program
+    (folder / "other-version.json").write_text('{"version": 1, "command": "knn"}')
     (folder / "damaged.json").write_text('{"command": "kn')
     (folder / "other.json").write_text("[1]")
     knn, copydays = read_evaluations(tmp_path)
@@ -95,5 +95,5 @@ def test_the_list_is_read_from_the_files(tmp_path, caplog):
     assert (copydays.command, copydays.data) == ("copydays", "photos")
     assert (copydays.figure, copydays.percent) == ("", "")
     assert caplog.text.count("is not listed") == 3
-    assert "holds no results: its version is 2, but this dino-vit reads 1" in caplog.text
+    assert "holds no results: its version is 1, but this dino-vit reads 2" in caplog.text
     assert read_evaluations(tmp_path / "elsewhere") == []
