@@ -100,7 +100,8 @@ def _sure_ones(trials: Trials, temperature: float | None) -> Iterator[str]:
     if total:
         figure = widened(accuracy(count, total))
         share = f"{figure.low:.0f} to {figure.high:.0f} of 100 will be right"
-        share += f" ({count:,} of {total:,} were in cross-validation)"
+        share = "too few could be tested" if figure.high - figure.low > 50 else share
+        share += f" ({count:,} of {total:,} were right in cross-validation)"
     yield f"Of guesses with {least}, {share}"
 
 

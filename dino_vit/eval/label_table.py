@@ -1,5 +1,6 @@
 """The table that `predict` writes: given and guessed labels of all images, in their order."""
 
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import repeat
@@ -126,7 +127,11 @@ def write_table(path: Path, table: pa.Table) -> None:
             for at, title in enumerate(table.column_names):
                 if title in ("label", "guess"):
                     table = table.set_column(at, title, [_cells(table[title])])
-            write_csv(table, partial)
+            texts = [column for column in table.columns if pa.types.is_string(column.type)]
+            with partial.open("wb") as file:
+                if not all(compute.all(compute.string_is_ascii(text)).as_py() for text in texts):
+                    file.write(BOM_UTF8)  # or a spreadsheet takes letters with accents for others
+                write_csv(table, file)
         else:
             parquet.write_table(table, partial)
 

@@ -192,7 +192,7 @@ def test_sure_labels_and_weak_classes_are_counted():
     said = describe_training(train, trials, {})
     assert said[0].startswith("About 87 of 100 guesses will be right, ")
     sure = "Of guesses with a confidence of 80 % or more, 69 to 97 of 100 will be right"
-    assert said[1] == f"{sure} (41 of 47 were in cross-validation)"
+    assert said[1] == f"{sure} (41 of 47 were right in cross-validation)"
     few, wrong = (
         "of 1 class with fewer than 5 labels (few: 4)",
         "of 1 class that cross-validation mostly gets wrong (wrong: 0 of 10",
@@ -203,6 +203,9 @@ def test_sure_labels_and_weak_classes_are_counted():
     ]
     sure = [bool(is_right) for confidence, is_right in confidences if confidence >= 0.8]
     assert (sum(sure), len(sure)) == (41, 47)
+    scores[7:] /= 100
+    said = describe_training(train, trials, {})[1]
+    assert said.endswith("or more, too few could be tested (2 of 3 were right in cross-validation)")
 
 
 def test_nothing_is_announced_where_no_image_can_be_tested():

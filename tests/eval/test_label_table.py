@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("few_penalties")
 
 
 def rows_of(path):
-    with path.open() as file:
+    with path.open(encoding="utf-8-sig") as file:
         return list(csv.DictReader(file))
 
 
@@ -71,3 +71,14 @@ def test_where_all_have_labels_the_table_holds_them_and_nothing_is_learned(photo
     assert again.outputs.shape == found.outputs.shape
     assert f"\nAll {IMAGES} images have labels: the table holds them, nothing was guessed\n" in str(again)
     assert dino_vit.load_classifier(kept, verbose=False).classes == found.classes
+
+
+@pytest.mark.parametrize("label", ["Äpfel", "apples"])
+def test_a_spreadsheet_is_told_that_letters_are_those_of_utf_8(label, photos, weights):
+    few, table = photos / "few.csv", photos / "rest.csv"
+    few.write_text((photos / "labels.csv").read_text().replace("red", label))
+    dino_vit.predict(photos / "photos", weights, labels=few, output=table, **SETTINGS)
+    assert table.read_bytes().startswith(b"\xef\xbb\xbf") == (label == "Äpfel")
+    assert label in {row["label"] for row in rows_of(table)}
+    again = dino_vit.predict(photos / "photos", weights, labels=table, **SETTINGS)
+    assert label in again.classes
