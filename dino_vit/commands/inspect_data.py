@@ -108,8 +108,7 @@ def as_text(facts: Mapping[str, Any]) -> Iterator[str]:
     text = facts["several"] or text
     text += f"; {unlabelled:,} without" if labels and unlabelled else ""
     yield f"{facts['source']}: {plural(facts['images'], 'image')}, {text}"
-    if not facts["several"]:  # which says it too
-        yield from (f"labels {line}" for line in alike_names(labels))
+    yield from (f"labels {line}" for line in alike_names(labels))
     if facts["splits"]:
         yield f"splits: {_counts(facts['splits'])}"
     if facts["inspected"] < facts["images"]:

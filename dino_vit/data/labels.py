@@ -77,14 +77,12 @@ class Labels(Column):
         return self if self.sets is not None else Labels(self.codes, self.names, np.eye(len(self.names)) > 0)
 
     def describe(self, codes: NDArray[np.integer[Any]]) -> str:
-        """Say what the labels of images are, and which may be the same."""
+        """Say what the labels of images are."""
         images, names = plural(len(codes), "image"), brief(", ".join(self.names), 100)
         if self.sets is None:
-            text = f"one class for each of {images}, {plural(len(self.names), 'class', 'classes')}: {names}"
-        else:
-            mean = self.sets[codes].sum() / max(1, len(codes))
-            text = f"several labels for each of {images}, {mean:.1f} on average of {len(self.names)}: {names}"
-        return "; ".join([text, *alike_names(self.names)])
+            return f"one class for each of {images}, {plural(len(self.names), 'class', 'classes')}: {names}"
+        mean = self.sets[codes].sum() / max(1, len(codes))
+        return f"several labels for each of {images}, {mean:.1f} on average of {len(self.names)}: {names}"
 
 
 def encode_labels(

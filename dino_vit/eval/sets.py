@@ -17,7 +17,7 @@ from dino_vit.core import log
 from dino_vit.core.distributed import agree
 from dino_vit.core.text import brief, plural, public
 from dino_vit.data.image_set import ImageSet, with_same_labels
-from dino_vit.data.labels import HELD_OUT, TRAIN
+from dino_vit.data.labels import HELD_OUT, TRAIN, alike_names
 from dino_vit.data.open import has_cells, open_source
 from dino_vit.eval.holdout import choose_folds, find_runs, numbers_of, series_of
 from dino_vit.features.frozen import FrozenBackbone
@@ -220,6 +220,8 @@ def open_subset(name: str, source: ImageSet) -> LabelledSubset:
         raise ValueError(f"none of the {len(source)} images of {labelled.name} has a label; {advice}")
     left_out = f"; {plural(unlabelled, 'image')} without a label" if unlabelled else ""
     log.info("%s: %s%s", labelled.name, source.labels.describe(source.codes(labelled.indices)), left_out)
+    for line in alike_names(source.labels.names):
+        log.warning("labels of %s %s", labelled.name, line)
     return labelled
 
 

@@ -9,7 +9,7 @@ from dino_vit.config.commands import SupervisedConfig
 from dino_vit.data.label_files import join_labels
 from dino_vit.data.open import open_source
 from dino_vit.data.synthetic import make_textures
-from dino_vit.eval.sets import choose_splits, open_sets
+from dino_vit.eval.sets import choose_splits, open_sets, open_subset
 from tests.support.images import write_classes
 
 
@@ -155,3 +155,10 @@ def test_a_fifth_of_few_images_leaves_two_classes_to_learn_from(folder, tmp_path
         path.unlink()
     with pytest.raises(ValueError, match=r"all labelled images of the rest of .* are of one class"):
         sets_of(str(images))
+
+
+def test_classes_that_may_be_the_same_are_a_warning(folder, tmp_path, caplog):
+    (tmp_path / "labels.csv").write_text("".join(f"a/{n}.png,{'Rr'[n % 2]}ose\n" for n in range(3)))
+    open_subset("photos", open_source(folder("photos", "a"), tmp_path / "labels.csv"))
+    (warned,) = [each.message for each in caplog.records if each.levelname == "WARNING"]
+    assert warned == "labels of photos perhaps the same but for capital letters: Rose, rose"
