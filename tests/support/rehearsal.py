@@ -254,8 +254,8 @@ def one_of_two() -> Iterator[None]:
             end_processes()
 
 
-def _pinned(tensor: Tensor) -> Tensor:
-    """Stand in for `Tensor.pin_memory`."""
+def _pinned(tensor: Tensor, _device: object = None) -> Tensor:
+    """Stand in for `Tensor.pin_memory`, to which PyTorch 2.10 gives a device."""
     if _is_pinned(tensor):
         return tensor
     return _mark_pinned(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor))

@@ -47,7 +47,7 @@ def test_trained_weights_are_kept_while_the_heads_learn(tmp_path, weights, stude
         assert any(name.startswith("head.mlp") for name in changed) or step == 0
     figure = state.evaluations.online(start).knn
     assert json.loads((tmp_path / "run" / "baseline.json").read_bytes())["knn"] == figure
-    assert f"k-NN {figure:.1f}" in capsys.readouterr().err
+    assert f"initial weights {figure:.1f} by the CLS token" in capsys.readouterr().err
 
 
 def test_an_export_can_be_continued_and_weights_are_read_as_told(tmp_path, weights):
