@@ -21,6 +21,7 @@ from dino_vit.config.settings import (
     Side,
     setting,
 )
+from dino_vit.core.text import brief
 
 Network = Literal["teacher", "student"]
 Whiten = Annotated[float, Field(ge=0, le=1)]
@@ -189,7 +190,7 @@ class CompareConfig(SupervisedConfig, CachedConfig):
         if len(set(self.weights)) < len(self.weights):
             yield "weights are given twice; give each once"
         if len(self.weights) < 2:
-            yield f"give two weights or more, such as {self.weights[0]} edges pixels untrained"
+            yield f"give two weights or more, such as {brief(self.weights[0])} edges pixels untrained"
         if UNTRAINED in self.weights and not self.trained:
             yield "untrained has the network of other weights: give these too"
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from dino_vit.config.sections import BASELINES
 from dino_vit.config.settings import ConfigError
 from dino_vit.core import height_width, log
-from dino_vit.core.text import log_shown, plural
+from dino_vit.core.text import brief, log_shown, plural
 from dino_vit.models.backbone import Provenance
 from dino_vit.models.positions import interpolate_pos_embs
 from dino_vit.models.stems import FIRST_KERNEL, inflate
@@ -65,7 +65,7 @@ def load_backbone(
     except WeightsError:
         raise
     except (TypeError, ValueError, RuntimeError, ArithmeticError, IndexError) as error:
-        problems = "; ".join(error.problems) if isinstance(error, ConfigError) else error
+        problems = brief("; ".join(error.problems) if isinstance(error, ConfigError) else error, 500)
         raise WeightsError(f"{raw.source} describes a network that cannot be built: {problems}") from error
     origin = _provenance(raw, layout, model)
     if "image_size" in overrides:

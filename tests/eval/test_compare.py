@@ -87,6 +87,7 @@ def test_an_untrained_network_sees_images_as_the_trained_one_does(tmp_path, weig
     ("settings", "message"),
     [
         ({"weights": ["a"]}, "give two weights or more, such as a edges pixels untrained"),
+        ({"weights": ["long" * 99]}, r"such as (long)+ \.\.\. edges pixels untrained"),
         ({"weights": ["a", "a"]}, "weights are given twice"),
     ],
 )
