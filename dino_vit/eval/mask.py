@@ -34,8 +34,7 @@ def object_mask(tokens: Tensor, picture: Tensor, patch: Size) -> Tensor:
             break
         inside, outside = (_log_density(colours, colours[side.flatten()]) for side in (mask, ~mask))
         found = (inside - outside).clamp(-MOST, MOST).view(1, 1, *size)
-        padding = [side // 2 for side in around]
-        mask = F.avg_pool2d(found, around, 1, padding, count_include_pad=False)[0, 0] > 0
+        mask = F.avg_pool2d(found, around, 1, [side // 2 for side in around])[0, 0] > 0
     border = torch.ones_like(mask)
     border[1:-1, 1:-1] = False
     return ~mask if mask[border].double().mean() > 0.5 else mask

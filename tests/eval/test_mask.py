@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from dino_vit.eval import mask
 from dino_vit.eval.mask import MOST, NOISE, ROUNDS, cut, object_mask
 
 
@@ -30,13 +31,13 @@ def naive_cut(tokens):
     return (second > second.mean()).reshape(tokens.shape[:2])
 
 
-def naive_mask(mask, picture, patch):
+def naive_mask(marked, picture, patch):
     """Return a mask by the colours of both of its parts, pixel by pixel."""
     pixels = picture.transpose(1, 2, 0).astype(float)
-    height, width = mask.shape
+    height, width = marked.shape
     for _ in range(ROUNDS):
         says = 0.0
-        for part, sign in ((mask, 1), (~mask, -1)):
+        for part, sign in ((marked, 1), (~marked, -1)):
             apart = pixels - pixels[part].mean(axis=0)
             spread = np.cov(pixels[part].T, bias=True) + NOISE * np.eye(3)
             squares = np.einsum("yxc,cd,yxd->yx", apart, np.linalg.inv(spread), apart)
@@ -49,8 +50,8 @@ def naive_mask(mask, picture, patch):
             ]
             for y in range(height)
         ]
-        mask = np.array(windows) > 0
-    return mask
+        marked = np.array(windows) > 0
+    return marked
 
 
 def test_the_cut_is_the_second_eigenvector():
@@ -71,8 +72,11 @@ def coloured(truth, generator):
     return (colours + noise).clamp(0, 255).to(torch.uint8)
 
 
-def test_the_mask_follows_the_outline_that_colours_have():
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_mask_follows_the_outline_that_colours_have(turned, monkeypatch):
+    """Whichever part the cut marks: the sign of an eigenvector is any."""
     _, tokens, _ = square()
+    monkeypatch.setattr(mask, "cut", lambda tokens: cut(tokens) ^ turned)
     rows, columns = torch.meshgrid(torch.arange(56), torch.arange(72), indexing="ij")
     disc = (rows - 32) ** 2 + (columns - 40) ** 2 < 18**2  # patches that are cut by its outline
     picture = coloured(disc, torch.Generator().manual_seed(1))
