@@ -17,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks import REMOVED, gpu, measure
+from benchmarks import REMOVED, gpu, gpu_table, measure
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
@@ -66,7 +66,7 @@ def gpus() -> str:
     text = "\n## gpu\n\n`python -m benchmarks gpu`\n"
     text += "\nWhat earlier code measured on an H200 is in [docs/gpu.md](../docs/gpu.md#what-was-measured).\n"
     for path in sorted(RESULTS.glob("*/gpu.jsonl")):
-        text += f"\n### {path.parent.name}\n\n{gpu.table(gpu.read(path))}\n"
+        text += f"\n### {path.parent.name}\n\n{gpu_table.table(gpu_table.read(path))}\n"
     return text
 
 

@@ -28,7 +28,6 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import repeat
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -40,6 +39,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.gpu_table import read, summary, table
 from benchmarks.input import Photos
 from benchmarks.step import FIXED, TINY
 from dino_vit.config.loading import load
@@ -52,7 +52,6 @@ from dino_vit.training.pretrain import set_up
 from dino_vit.views import augment
 
 ROOT = Path(__file__).parents[1]
-PEAK = 990e12  # operations a second of an H100 in bf16, by its data sheet
 GRAPHS = ", reduce-overhead"  # `torch.compile`'s mode with CUDA graphs
 # What is compiled, and the seconds that building and warming it takes at most.
 VARIANTS = {"plain": 30, "blocks": 60, f"blocks{GRAPHS}": 60, "networks": 120, f"networks{GRAPHS}": 120}
@@ -316,37 +315,3 @@ def confirm(bench: Bench, compiled: str, data: Path, tests: subprocess.Popen[byt
         run += [f"model.arch={arch}", "budget.epochs=null", *length]
         for name, command, limit in ((arch, run, 1.5 * seconds), (f"{arch}, k-NN", knn, 60)):
             finish(bench, name, start(bench, name, ["dino_vit", *command]), limit)
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """Read all lines of a file of measurements."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def summary(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the medians of all rounds, by name, with what was measured once."""
-    found: dict[str, dict[str, Any]] = {}
-    for name in dict.fromkeys(line["name"] for line in lines if line["kind"] == "round"):
-        rounds = [line for line in lines if (line["kind"], line["name"]) == ("round", name)]
-        found[name] = {key: median(line[key] for line in rounds) for key in ("ms", "host_ms", "peak_mib")}
-        found[name]["spread"] = max(line["ms"] for line in rounds) / min(line["ms"] for line in rounds) - 1
-    for line in lines:
-        if line["kind"] in ("warmed", "busy") and line["name"] in found:
-            found[line["name"]] |= line
-    return found
-
-
-def table(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Write the summary as a table, and below it what failed, was left out or ended."""
-    found = summary(lines)
-    head = "| | images/s | ms, spread | ms of the host | GPU idle | of 990 TFLOP/s | MiB | warm-up |"
-    rows = [head, "|---" + "|--:" * 7 + "|"]
-    for name, v in found.items():
-        cells = [name, "", f"{v['ms']:.3f}, {v['spread']:.0%}", f"{v['host_ms']:.2f}", "", "", "", ""]
-        if "images" in v and "busy_ms" in v:
-            gflop = found.get(f"{name.partition(': ')[0]}: plain", {}).get("gflop", 0)
-            cells[1], cells[4] = f"{1e3 * v['images'] / v['ms']:,.0f}", f"{1 - v['busy_ms'] / v['ms']:.0%}"
-            cells[5:] = f"{1e12 * gflop / v['ms'] / PEAK:.0%}", f"{v['peak_mib']:.0f}", f"{v['warm_s']:.0f} s"
-        rows.append(f"| {' | '.join(cells)} |")
-    others = (line for line in lines if line["kind"] in ("machine", "left out", "error", "process"))
-    return "\n".join([*rows, "", *(f"- {dict(line)}" for line in others)])

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_table
 from benchmarks.input import Photos
 from tests.support.image_sets import write_parquet
 
@@ -19,7 +19,7 @@ def bench(folder, seconds=1000.0, on_gpu=False):
 
 def rehearse(folder, *arguments):
     assert gpu.main([*arguments, "--device", "cpu", "--out", str(folder)]) == 0
-    return gpu.read(folder / "gpu.jsonl")
+    return gpu_table.read(folder / "gpu.jsonl")
 
 
 def of_kind(lines, kind):
@@ -39,11 +39,11 @@ def test_variants_of_a_step_are_measured_in_turn(tmp_path, capsys):
         "gradient of a bias of 1536",
         "attention over 37 tokens",
     }
-    found = gpu.summary(lines)
+    found = gpu_table.summary(lines)
     assert found[steps[0]]["gflop"] > 0
     assert all(found[name]["busy_ms"] > 0 for name in steps)
-    assert len(gpu.table(lines).split("\n\n")[0].splitlines()) == 2 + len(found)
-    assert gpu.table(lines) in capsys.readouterr().out
+    assert len(gpu_table.table(lines).split("\n\n")[0].splitlines()) == 2 + len(found)
+    assert gpu_table.table(lines) in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore")  # what the compiler's own modules warn of
@@ -78,7 +78,7 @@ def test_the_fastest_compiled_variant_of_the_first_step_is_taken_for_larger_ones
     monkeypatch.setattr(gpu, "build_step", build)
     gpu.measure_steps(ours, gpu.CASES[2], None)
     assert built == ["plain", "networks"]
-    errors = [line for line in gpu.read(ours.path) if line["kind"] == "error"]
+    errors = [line for line in gpu_table.read(ours.path) if line["kind"] == "error"]
     assert [error["said"] for error in errors] == ["RuntimeError: out of memory"] * 2
 
 
@@ -86,11 +86,11 @@ def test_what_takes_too_long_is_ended_and_what_has_no_time_is_left_out(tmp_path)
     ours = bench(tmp_path / "slow", on_gpu=True)
     with ours.attempt("slow", 0.01):
         time.sleep(60)
-    (error,) = gpu.read(ours.path)
+    (error,) = gpu_table.read(ours.path)
     assert (error["kind"], error["said"]) == ("error", "TimeoutError: it took too long")
     late = bench(tmp_path / "late", seconds=0.0)
     gpu.measure_steps(late, gpu.CASES[0], None)
-    assert of_kind(gpu.read(late.path), "left out") == [
+    assert of_kind(gpu_table.read(late.path), "left out") == [
         f"{gpu.CASES[0].title}: {variant}" for variant in gpu.VARIANTS
     ]
 
@@ -101,6 +101,6 @@ def test_the_table_says_how_long_the_gpu_is_idle_and_what_share_of_its_peak_is_r
     lines.append({"kind": "warmed", "name": name, "images": 64, "warm_s": 3, "gflop": 4356})
     lines.append({"kind": "busy", "name": name, "busy_ms": 33.0, "kernels": 1200})
     lines.append({"kind": "error", "name": "another", "said": "out of memory"})
-    text = gpu.table(json.loads(json.dumps(lines)))
+    text = gpu_table.table(json.loads(json.dumps(lines)))
     assert f"| {name} | 1,455 | 44.000, 25% | 9.00 | 25% | 10% | 8000 | 3 s |" in text
     assert "out of memory" in text
